@@ -1,0 +1,101 @@
+"""trioleg: the return leg of an LLM server, as a tree of Trio nurseries.
+
+The layering, which a test enforces (arrows are imports, and run one way):
+
+    server → runtime → {ipc, output} → {messages, outputs, sampling_params, tokenizer} → {errors, config}
+    engine → {messages, sampling_params, ipc}
+    model_store → gguf_convert;  tokenizer → chat_template
+
+``testing`` and the programs (``cli``, ``serving``, ``chat``, ``chat_server``, ``pull_bar``) may import
+anything; nothing imports ``cli``. The public names are
+resolved on first use, so that a process that wants one part (the engine, say) loads only that part.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import EngineConfig, LLMConfig, ServerConfig
+    from .errors import (
+        EngineDeadError,
+        EngineStartError,
+        InvalidRequestError,
+        ModelStoreError,
+        OutputError,
+        ReaderTooSlow,
+        RequestAborted,
+        RequestEnded,
+        ServerShutdown,
+        TriolegError,
+    )
+    from .outputs import CompletionOutput, Ending, EndingKind, RequestOutput
+    from .runtime.llm import LLM, open_llm
+    from .runtime.request_stream import RequestStream
+    from .sampling_params import RequestOutputKind, SamplingParams, StopHoldBack
+    from .server.app import create_app
+    from .server.serve import serve
+
+_HOMES = {
+    "config": ("EngineConfig", "LLMConfig", "ServerConfig"),
+    "errors": (
+        "EngineDeadError",
+        "EngineStartError",
+        "InvalidRequestError",
+        "ModelStoreError",
+        "OutputError",
+        "ReaderTooSlow",
+        "RequestAborted",
+        "RequestEnded",
+        "ServerShutdown",
+        "TriolegError",
+    ),
+    "outputs": ("CompletionOutput", "Ending", "EndingKind", "RequestOutput"),
+    "runtime.llm": ("LLM", "open_llm"),
+    "runtime.request_stream": ("RequestStream",),
+    "sampling_params": ("RequestOutputKind", "SamplingParams", "StopHoldBack"),
+    "server.app": ("create_app",),
+    "server.serve": ("serve",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Ending",
+    "EndingKind",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineStartError",
+    "InvalidRequestError",
+    "LLMConfig",
+    "ModelStoreError",
+    "OutputError",
+    "ReaderTooSlow",
+    "RequestAborted",
+    "RequestEnded",
+    "RequestOutput",
+    "RequestOutputKind",
+    "RequestStream",
+    "SamplingParams",
+    "ServerConfig",
+    "ServerShutdown",
+    "StopHoldBack",
+    "TriolegError",
+    "create_app",
+    "open_llm",
+    "serve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,85 @@
+"""Every error that trioleg raises on purpose, and nothing else.
+
+Rules of this file: it imports nothing of trioleg. An error is a type that a caller may want to
+catch, with a message that a person can act on. HTTP statuses are the server's business
+(``server/protocol.py`` maps these types once), exit codes the command line's.
+
+Trio's own errors keep their meaning: ``trio.EndOfChannel`` after a stream's last output,
+``trio.ClosedResourceError`` for use after closing, ``trio.BusyResourceError`` for a second reader.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "EngineDeadError",
+    "EngineStartError",
+    "InvalidRequestError",
+    "ModelStoreError",
+    "OutputError",
+    "ReaderTooSlow",
+    "RequestAborted",
+    "RequestEnded",
+    "ServerShutdown",
+    "TriolegError",
+    "WireError",
+]
+
+
+class TriolegError(Exception):
+    """The base of all errors of trioleg."""
+
+
+class InvalidRequestError(TriolegError, ValueError):
+    """A request that cannot be served as it was asked for; nothing was sent to an engine.
+
+    ``parameter`` is the name that the caller used (dotted for a nested one), or None when no single
+    one is to blame. The message names parameter, value and what is allowed.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class ModelStoreError(TriolegError):
+    """A model that cannot be found, fetched, verified or read. The message names the file."""
+
+
+class EngineStartError(TriolegError):
+    """An engine did not become ready. The message ends with the engine's own last words."""
+
+
+class WireError(TriolegError):
+    """A frame from the other side of the engine-core wire that means nothing to us."""
+
+
+class RequestEnded(TriolegError):
+    """A request ended before its last token. Raised by ``RequestStream.receive``.
+
+    Each raise makes a fresh instance from the stream's ``Ending``, so that tracebacks never mix.
+    ``partial`` is the ``RequestOutput`` with what had been generated, where ``LLM.generate`` raises.
+    """
+
+    partial: Any = None
+
+
+class EngineDeadError(RequestEnded):
+    """The engine that had the request (or that the whole ``open_llm`` rests on) is gone."""
+
+
+class RequestAborted(RequestEnded):
+    """Somebody other than the reader aborted the request."""
+
+
+class OutputError(RequestEnded):
+    """The engine reported an error for this request, or sent an output that cannot be used."""
+
+
+class ReaderTooSlow(RequestEnded):
+    """Unread output outgrew the mailbox's bound in bytes."""
+
+
+class ServerShutdown(RequestEnded):
+    """The front end is shutting down."""
