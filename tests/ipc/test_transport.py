@@ -1,0 +1,132 @@
+"""ZmqTransport: sends that fail quietly, and an engine that goes out of reach."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import zmq
+from process_helpers import wait_until
+
+from trioleg.errors import EngineStartError
+from trioleg.ipc.sockets import Context, ZmqSocket, close_sockets, make_socket
+from trioleg.ipc.transport import ZmqTransport
+from trioleg.messages import EngineCoreRequestType
+
+GENEROUS_S = 30.0
+UNREACHABLE_S = 0.3
+PROBE = (EngineCoreRequestType.ABORT, b"\x90")
+
+
+@asynccontextmanager
+async def open_transport() -> AsyncIterator[ZmqTransport]:
+    transport = ZmqTransport(
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:0",
+        identity=b"\0\0",
+        unreachable_timeout=UNREACHABLE_S,
+    )
+    try:
+        yield transport
+    finally:
+        await transport.aclose()
+
+
+class Engine:
+    """An engine's two sockets, connected."""
+
+    def __init__(self, transport: ZmqTransport) -> None:
+        self.context: Context = zmq.Context()
+        self.input = ZmqSocket(make_socket(self.context, zmq.DEALER, identity=b"\0\0"))
+        self.input.raw.connect(transport.input_address)
+        self.output = ZmqSocket(make_socket(self.context, zmq.PUSH))
+        self.output.raw.connect(transport.output_address)
+
+    async def meet(self, transport: ZmqTransport) -> None:
+        self.input.send_multipart([b"ready"])
+        assert await transport.receive_ready() == b"ready"
+        self.output.send_multipart([b"first"])
+        assert await transport.receive() == [b"first"]
+
+    async def aclose(self) -> None:
+        await close_sockets(self.context, [self.input, self.output], linger=0.0)
+
+
+async def test_a_send_to_an_engine_that_is_not_there_is_recorded_and_not_raised() -> None:
+    with trio.fail_after(GENEROUS_S):
+        async with open_transport() as transport:
+            assert transport.send(*PROBE) is False
+            engine = Engine(transport)
+            await engine.meet(transport)
+            assert transport.send(*PROBE) is True
+            assert await engine.input.recv_multipart() == [b"\x01", b"\x90"]
+            statistics = transport.statistics()
+            assert (statistics.sent, statistics.unsent, statistics.received) == (1, 1, 1)
+            assert statistics.last_send_error == "Host unreachable"
+            await engine.aclose()
+        assert transport.send(*PROBE) is False
+
+
+async def test_only_the_engines_own_ready_frame_counts(caplog: pytest.LogCaptureFixture) -> None:
+    with trio.fail_after(GENEROUS_S):
+        async with open_transport() as transport:
+            context: Context = zmq.Context()
+            other = ZmqSocket(make_socket(context, zmq.DEALER, identity=b"\x07\0"))
+            other.raw.connect(transport.input_address)
+            other.send_multipart([b"not this one"])
+            engine = Engine(transport)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(transport.receive_ready)
+                await wait_until(lambda: "ignored" in caplog.text)
+                nursery.cancel_scope.cancel()
+            await engine.meet(transport)
+            await engine.aclose()
+            await close_sockets(context, [other], linger=0.0)
+
+
+async def test_an_engine_that_is_gone_is_unreachable_after_the_timeout() -> None:
+    with trio.fail_after(GENEROUS_S):
+        async with open_transport() as transport:
+            engine = Engine(transport)
+            await engine.meet(transport)
+            gone_at = trio.current_time()
+            await engine.aclose()
+            assert (
+                "leg has been without a connection for 0.3 s" in await transport.wait_unreachable()
+            )
+            assert trio.current_time() - gone_at >= UNREACHABLE_S
+            assert transport.send(*PROBE) is False
+
+
+async def test_a_short_break_is_not_death_and_the_route_comes_back() -> None:
+    with trio.fail_after(GENEROUS_S):
+        async with open_transport() as transport:
+            engine = Engine(transport)
+            await engine.meet(transport)
+            await engine.aclose()
+            engine = Engine(transport)
+            await engine.meet(transport)
+            with trio.move_on_after(3 * UNREACHABLE_S) as waited:
+                await transport.wait_unreachable()
+            assert waited.cancelled_caught
+            assert transport.send(*PROBE) is True
+            await engine.aclose()
+
+
+async def test_an_engine_that_never_came_is_not_unreachable() -> None:
+    async with open_transport() as transport:
+        with trio.move_on_after(2 * UNREACHABLE_S) as waited:
+            await transport.wait_unreachable()
+        assert waited.cancelled_caught
+
+
+def test_an_address_that_cannot_be_bound_leaves_nothing_open() -> None:
+    with pytest.raises(EngineStartError, match="ipc:///nonexistent/out"):
+        ZmqTransport(
+            "tcp://127.0.0.1:0",
+            "ipc:///nonexistent/out",
+            identity=b"\0\0",
+            unreachable_timeout=UNREACHABLE_S,
+        )

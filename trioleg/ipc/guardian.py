@@ -1,0 +1,171 @@
+"""The guardian: runs one command, and sees to it that nothing of it outlives the front end.
+
+    python guardian.py --stop-timeout 5 [--remove FOLDER] -- COMMAND ARGUMENT…
+
+Rules of this file: standalone. It is run by its path, imports the standard library only, and nothing
+imports it, so that nothing of the front end or of the engine can break it.
+
+Its plan. The command runs in a process group of its own. Standard input is a pipe from the front end
+that nobody writes to: when it ends, the front end is gone, however it went. Then, and on SIGTERM or
+SIGINT, the group is asked to leave (SIGTERM), given a bounded time, and killed. When the command has
+ended, what is left of its group is killed, FOLDER is removed, and the guardian ends.
+
+It says on standard output, a line each: ``started PID`` (PID is the group's id too) and ``ended N``
+(N is the command's exit code, or minus the signal that ended it). The command does not run before
+the first line is out, so whoever reads it can end the group even if the guardian is killed. No second
+line means just that. The command's own output goes to standard error. Its environment has the
+process ids of guardian and front end as TRIOLEG_GUARDIAN_PIDS, with a comma. The guardian's exit code is the command's, as a shell
+gives it (128 + N for signal N).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+
+# The front end is gone, so nobody wants an orderly end any more: "no engine left after 2 s" is the
+# goal, and this leaves half of it to the kernel.
+ORPHAN_GRACE_S = 1.0
+# Killed processes that are slow to go (in a driver, say) keep the folder no longer than this.
+_GROUP_GONE_S = 5.0
+_COMMAND_NOT_FOUND = 127  # as a shell has it
+_RECEIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+
+
+class Guardian:
+    """Watches over the process group ``pid`` until it is gone."""
+
+    def __init__(self, pid: int, stop_timeout: float, signals: int) -> None:
+        self._pid = pid
+        self._stop_timeout = stop_timeout
+        self._signals = signals
+        self._watched = [sys.stdin.fileno(), signals]
+        self._asked = False
+        self._kill_at = math.inf
+
+    def run(self) -> int:
+        """Returns how the command ended: its exit code, or minus the signal."""
+        while (ended := os.waitpid(self._pid, os.WNOHANG))[0] == 0:
+            self._wait_for_news()
+            if time.monotonic() >= self._kill_at:
+                self._kill_at = math.inf
+                self._signal_group(signal.SIGKILL)
+        self._end_group()
+        return os.waitstatus_to_exitcode(ended[1])
+
+    def _wait_for_news(self) -> None:
+        left = self._kill_at - time.monotonic()
+        timeout = None if math.isinf(left) else max(0.0, left)
+        ready, _, _ = select.select(self._watched, [], [], timeout)
+        for descriptor in ready:
+            news = os.read(descriptor, 4096)
+            if descriptor != self._signals:
+                if not news:
+                    self._watched.remove(descriptor)
+                    self._ask(ORPHAN_GRACE_S)
+            elif signal.SIGTERM in news or signal.SIGINT in news:
+                self._ask(self._stop_timeout)
+
+    def _ask(self, grace: float) -> None:
+        self._kill_at = min(self._kill_at, time.monotonic() + grace)
+        if not self._asked:
+            self._asked = True
+            self._signal_group(signal.SIGTERM)
+
+    def _signal_group(self, signum: int) -> bool:
+        """False if nobody is left to get the signal."""
+        try:
+            os.killpg(self._pid, signum)
+        except (ProcessLookupError, PermissionError):
+            # PermissionError: on some systems, a group of which only zombies are left.
+            return False
+        return True
+
+    def _end_group(self) -> None:
+        give_up = time.monotonic() + _GROUP_GONE_S
+        while self._signal_group(signal.SIGKILL) and time.monotonic() < give_up:
+            time.sleep(0.01)
+
+
+def start(command: list[str]) -> tuple[int, int]:
+    """Forks the command's process, held back until a byte is written to the descriptor returned.
+
+    If that is closed without one (the guardian was killed), the process leaves unstarted.
+    """
+    held, release = os.pipe()
+    # Blocked until the command's side has its handlers off: one inherited would swallow the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _RECEIVED)
+    pids = f"{os.getpid()},{os.getppid()}"
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        os.close(release)
+        for signum in (*_RECEIVED, signal.SIGPIPE):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _RECEIVED)
+        if not os.read(held, 1):
+            os._exit(0)
+        os.environ["TRIOLEG_GUARDIAN_PIDS"] = pids
+        run(command)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _RECEIVED)
+    os.close(held)
+    # Both sides set the group: whoever is first, it exists when either goes on.
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        os.setpgid(pid, pid)
+    return pid, release
+
+
+def run(command: list[str]) -> None:
+    """Becomes the command, with no way to the pipes that belong to the guardian."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(sys.stderr.fileno(), f"cannot run {command[0]!r}: {error}\n".encode())
+    os._exit(_COMMAND_NOT_FOUND)
+
+
+def report(line: str) -> None:
+    """Tells the front end; one that is gone is no reason to stop watching."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
+def receive_signals() -> int:
+    """A descriptor that gives one byte, its number, for each signal that concerns the guardian."""
+    received, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    for signum in _RECEIVED:
+        signal.signal(signum, lambda *_: None)
+    return received
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs a command that must not outlive its caller.")
+    parser.add_argument("--stop-timeout", type=float, required=True, help="seconds before the kill")
+    parser.add_argument("--remove", default="", help="a folder to remove when the group is gone")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    signals = receive_signals()
+    pid, release = start(options.command)
+    report(f"started {pid}")
+    os.write(release, b"\n")
+    code = Guardian(pid, options.stop_timeout, signals).run()
+    if options.remove:
+        shutil.rmtree(options.remove, ignore_errors=True)
+    report(f"ended {code}")
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""ZeroMQ sockets for Trio: one class round a socket, and the one way to close them.
+
+Rules of this file: knows ZeroMQ and Trio, nothing of the messages. A socket belongs to one task that
+receives; sends are synchronous, and may come from any task of the same thread.
+
+ZeroMQ's file descriptor is edge-triggered, and it belongs to the whole socket: it becomes readable
+when *something* about the socket may have changed, once. So a reader first takes what is there, then
+asks for EVENTS (which also consumes the edge), and only then waits; and whoever sends on the socket
+may have consumed the reader's edge, so it looks at EVENTS too and wakes the reader (pyzmq issues 1075
+and 2173 are what happens otherwise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import trio
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+__all__ = ["Context", "PeerMonitor", "Socket", "ZmqSocket", "close_sockets", "make_socket"]
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+# Added to the linger as the bound on term: it has only to notice that the linger is over.
+_TERM_MARGIN_S = 1.0
+
+
+def make_socket(context: Context, kind: int, *, identity: bytes | None = None) -> Socket:
+    """A socket without high-water marks: what it is handed it takes, at once, whoever is away."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    if identity is not None:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    return socket
+
+
+class ZmqSocket:
+    """A ZeroMQ socket that a Trio task receives from.
+
+    The raw socket stays reachable as ``raw`` for its options; it is closed by ``close`` or by
+    ``close_sockets``, never by the garbage collector.
+    """
+
+    def __init__(self, raw: Socket) -> None:
+        self.raw = raw
+        self._descriptor = int(raw.getsockopt(zmq.FD))
+        self._parked: trio.CancelScope | None = None
+
+    async def recv_multipart(self) -> list[bytes]:
+        """The next message, as its frames.
+
+        Always a checkpoint, data or not, so a socket that always has more starves nobody. A message
+        is taken after the last checkpoint: a cancelled call loses nothing. Raises
+        ``trio.ClosedResourceError`` when the socket is closed, and ``trio.BusyResourceError`` for a
+        second reader.
+        """
+        await trio.lowlevel.checkpoint()
+        while (frames := self._take()) is None:
+            await self._park()
+        return frames
+
+    def _take(self) -> list[bytes] | None:
+        """A message; None if there is none, and the next one will be an edge."""
+        while not self.raw.closed:
+            try:
+                return self.raw.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                if not self._is_readable():
+                    return None
+        raise trio.ClosedResourceError("this ZeroMQ socket is closed")
+
+    def _is_readable(self) -> bool:
+        return bool(int(self.raw.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    async def _park(self) -> None:
+        if self._parked is not None:
+            raise trio.BusyResourceError("another task is receiving from this ZeroMQ socket")
+        with trio.CancelScope() as self._parked:
+            try:
+                await trio.lowlevel.wait_readable(self._descriptor)
+            finally:
+                self._parked = None
+
+    def send_multipart(self, frames: Sequence[Any], **options: Any) -> zmq.MessageTracker | None:
+        """Sends without blocking, and wakes this socket's reader if its edge went by.
+
+        ``options`` are pyzmq's (copy, track). Raises ``zmq.ZMQError``: EHOSTUNREACH from a ROUTER
+        for an identity that is not there, ENOTSOCK when closed, EAGAIN.
+        """
+        tracker = self.raw.send_multipart(frames, zmq.NOBLOCK, **options)
+        if self._parked is not None and self._is_readable():
+            self._parked.cancel()
+        return tracker
+
+    def close(self, linger: float) -> None:
+        """Closes; what is unsent may still leave for ``linger`` seconds, while the process lives.
+
+        A task that is receiving gets ``trio.ClosedResourceError``. May be called twice.
+        """
+        if self._parked is not None:
+            self._parked.cancel()
+        self.raw.close(linger=round(linger * 1000))
+
+
+class PeerMonitor:
+    """The connections that a socket has, as ZeroMQ's own thread sees them come and go.
+
+    ``bound``: the socket is bound and may have several. One that connects has one at a time, and
+    counts as connected only when the peer has answered: the kernel completes a connection to a
+    listener that is about to close, too.
+    """
+
+    def __init__(self, socket: ZmqSocket, *, bound: bool) -> None:
+        self._socket = socket
+        self._bound = bound
+        up = zmq.EVENT_ACCEPTED if bound else zmq.EVENT_HANDSHAKE_SUCCEEDED
+        monitor = socket.raw.get_monitor_socket(up | zmq.EVENT_DISCONNECTED)
+        self._events = ZmqSocket(monitor)
+        self._connections: set[int] = set()
+        self._had_any = False
+
+    async def wait_for_change(self) -> None:
+        """Returns after the next connection that came or went. Cancel-safe."""
+        self._note(await self._events.recv_multipart())
+
+    async def wait_deserted(self) -> None:
+        """Returns when ``is_deserted``. Cancel-safe."""
+        await trio.lowlevel.checkpoint()
+        while not self.is_deserted():
+            await self.wait_for_change()
+
+    def is_deserted(self) -> bool:
+        """True if there were connections and now there are none."""
+        while not self._events.raw.closed:
+            try:
+                self._note(self._events.raw.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        return self._had_any and not self._connections
+
+    def _note(self, frames: list[bytes]) -> None:
+        # A reconnected peer's new connection may be there before the old one is given up, so those
+        # of a bound socket are told apart, by descriptor, and not merely noted as up or down.
+        event = parse_monitor_message(frames)
+        descriptor = event["value"] if self._bound else 0
+        if event["event"] == zmq.EVENT_DISCONNECTED:
+            self._connections.discard(descriptor)
+        else:
+            self._connections.add(descriptor)
+            self._had_any = True
+
+    def close(self) -> None:
+        """Stops watching; the socket stays open. Before the socket is closed; may be called twice."""
+        if not self._socket.raw.closed:
+            self._socket.raw.disable_monitor()
+        self._events.close(0.0)
+
+
+async def close_sockets(context: Context, sockets: Iterable[ZmqSocket], *, linger: float) -> None:
+    """Closes every socket of ``context`` and ends it; returns when what was unsent is out.
+
+    Ending the context is what delivers: a process that leaves after closing alone takes the last
+    messages with it. That call blocks for up to ``linger`` seconds, so it runs in a thread. Shields
+    itself from cancellation, and is bounded by ``linger`` and a second. ``sockets`` must be all that
+    the context has. May be called twice.
+    """
+    for socket in sockets:
+        socket.close(linger)
+    with trio.move_on_after(linger + _TERM_MARGIN_S, shield=True):
+        await trio.to_thread.run_sync(context.term, abandon_on_cancel=True)
