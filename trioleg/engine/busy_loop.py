@@ -1,0 +1,147 @@
+"""The busy loop: the one thread that touches the core.
+
+Rules of this file: no Trio; it runs in a worker thread. Everything that comes in goes through the
+inbox, everything that goes out through ``hand_on``, which must not block. Cancelling does not reach a
+thread: stopping it is a call, ``stop``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ..errors import InvalidRequestError
+from ..ipc.codec import UtilityCall
+from ..messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    UtilityOutput,
+)
+from .interface import Core
+
+__all__ = ["BusyLoop"]
+
+logger = logging.getLogger(__name__)
+
+
+class BusyLoop:
+    """Steps ``core`` while there is work. ``hand_on(client_index, outputs)`` takes what it makes.
+
+    ``run`` (or ``advance``) is the thread's; every other method may be called from any thread, never blocks, and
+    takes effect between two steps, in the order of the calls.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        hand_on: Callable[[int, EngineCoreOutputs], None],
+        *,
+        engine_index: int,
+    ) -> None:
+        self._core = core
+        self._hand_on = hand_on
+        self._engine_index = engine_index
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._news = threading.Condition()
+        self._stopping = False
+
+    def add(self, request: EngineCoreRequest) -> None:
+        self._post(partial(self._add, request))
+
+    def refuse(self, request_id: str, client_index: int, message: str) -> None:
+        """Answers a request that never reached the core: ERROR, ``message`` as its stop_reason."""
+        self._post(partial(self._refuse, request_id, client_index, message))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._post(partial(self._core.abort_requests, request_ids))
+
+    def abort_client(self, client_index: int) -> None:
+        self._post(partial(self._core.abort_client, client_index))
+
+    def call_utility(self, call: UtilityCall) -> None:
+        self._post(partial(self._call_utility, call))
+
+    def stop(self) -> None:
+        """``run`` finishes every request with ABORT and returns, after the step that it is in."""
+        with self._news:
+            self._stopping = True
+            self._news.notify()
+
+    def _post(self, act: Callable[[], None]) -> None:
+        with self._news:
+            self._inbox.append(act)
+            self._news.notify()
+
+    def run(self) -> None:
+        """Until ``stop``; then the core is closed. Raises what the core raises."""
+        try:
+            while not self._stopping:
+                wait = self.advance()
+                if wait != 0:
+                    self._sleep(wait)
+            self._work_off_inbox()
+            self._core.finish_all()
+            self._step()
+        finally:
+            self._core.close()
+
+    def advance(self) -> float | None:
+        """Works off the inbox, and makes a step if one is due: a round of ``run``.
+
+        Returns the seconds until the next step is due, 0 for now, None for not before the next call.
+        """
+        self._work_off_inbox()
+        wait = self._core.wait_s()
+        if wait is None or wait > 0:
+            return wait
+        self._step()
+        return 0.0
+
+    def _work_off_inbox(self) -> None:
+        # Only what is there now: a client that floods the inbox must not hold up the steps.
+        for _ in range(len(self._inbox)):
+            self._inbox.popleft()()
+
+    def _sleep(self, timeout: float | None) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self._inbox or self._stopping, timeout)
+
+    def _step(self) -> None:
+        for client_index, outputs in self._core.step().items():
+            self._deliver(client_index, outputs)
+
+    def _deliver(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index = self._engine_index
+        self._hand_on(client_index, outputs)
+
+    def _add(self, request: EngineCoreRequest) -> None:
+        try:
+            self._core.add_request(request)
+        except InvalidRequestError as error:
+            self._refuse(request.request_id, request.client_index, str(error))
+
+    def _refuse(self, request_id: str, client_index: int, message: str) -> None:
+        output = EngineCoreOutput(
+            request_id, [], finish_reason=FinishReason.ERROR, stop_reason=message
+        )
+        outputs = EngineCoreOutputs(
+            outputs=[output], timestamp=time.monotonic(), finished_requests=[request_id]
+        )
+        self._deliver(client_index, outputs)
+
+    def _call_utility(self, call: UtilityCall) -> None:
+        answer = UtilityOutput(call.call_id)
+        try:
+            # The pair's first half would name a Python type; only plain values travel here.
+            answer.result = [None, self._core.call_utility(call.method, call.args)]
+        except Exception as error:
+            logger.exception("utility call %s failed", call.method)
+            answer.failure_message = f"{call.method}: {error}"
+        outputs = EngineCoreOutputs(timestamp=time.monotonic(), utility_output=answer)
+        self._deliver(call.client_index, outputs)

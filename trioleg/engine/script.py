@@ -1,0 +1,105 @@
+"""A script for the scripted engine: what it may say, and how it is read.
+
+Rules of this file: plain data. A script is a JSON object; every field is optional but for one of
+``token_ids`` and ``steps``, and a field that is not known is refused by its name:
+
+    {"token_ids": [1, 2, 3], "step_interval_s": 0.01, "faults": [{"after_steps": 100, "how": "exit"}]}
+"""
+
+from __future__ import annotations
+
+import os
+from math import ceil
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..errors import InvalidRequestError
+
+__all__ = ["Fault", "FaultKind", "Script", "load_script"]
+
+FaultKind = Literal["raise", "exit", "sigkill", "hang", "bad_token_id"]
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What goes wrong, at the step behind ``after_steps`` steps (of those that make tokens).
+
+    "raise": the step raises. "exit": the process leaves at once, with status 3. "sigkill": it is
+    killed. "hang": the step never returns. "bad_token_id": request number ``request`` (in the order
+    of arrival, from 0) gets ``token_id`` as its next token, and nothing else happens.
+    """
+
+    after_steps: int
+    how: FaultKind
+    request: int = 0
+    token_id: int = -1
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the engine plays for every request alike. Durations are seconds.
+
+    ``token_ids`` are given ``tokens_per_step`` at a time, again and again, until a request's own end
+    (max_tokens, stop ids, the context). ``steps`` are the exact ids of each step; behind the last
+    one the request ends with ``finish``. ``first_token_delay_s`` runs from a request's admission;
+    ``prefill_chunks`` are steps without tokens before its first. ``step_interval_s`` is between two
+    steps, 0: as fast as it can. ``num_gpu_blocks`` None is enough for ``max_num_seqs`` requests of
+    full length. ``load_s`` is how long the start takes, and ``load_error`` the error that ends it.
+    """
+
+    token_ids: list[int] = []
+    steps: list[list[int]] = []
+    tokens_per_step: int = 1
+    step_interval_s: float = 0.0
+    first_token_delay_s: float = 0.0
+    prefill_chunks: int = 0
+    finish: Literal["length", "stop"] = "stop"
+    max_num_seqs: int = 64
+    max_model_len: int = 2048
+    block_size: int = 16
+    num_gpu_blocks: int | None = None
+    load_s: float = 0.0
+    load_error: str | None = None
+    faults: list[Fault] = []
+
+    def __post_init__(self) -> None:
+        if bool(self.token_ids) == bool(self.steps):
+            raise ValueError("one of token_ids and steps is needed, and not both")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; allowed: at least {least}")
+
+    @property
+    def blocks(self) -> int:
+        """The blocks that there are."""
+        if self.num_gpu_blocks is not None:
+            return self.num_gpu_blocks
+        return self.max_num_seqs * self.blocks_for(self.max_model_len)
+
+    def blocks_for(self, tokens: int) -> int:
+        """The blocks that ``tokens`` tokens take."""
+        return ceil(tokens / self.block_size)
+
+
+_LEAST = {
+    "tokens_per_step": 1,
+    "step_interval_s": 0.0,
+    "first_token_delay_s": 0.0,
+    "prefill_chunks": 0,
+    "max_num_seqs": 1,
+    "max_model_len": 2,
+    "block_size": 1,
+    "num_gpu_blocks": 1,
+    "load_s": 0.0,
+}
+
+
+def load_script(path: str | os.PathLike[str]) -> Script:
+    """The script in a JSON file. Raises ``InvalidRequestError`` with the file and what is wrong."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Script)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidRequestError(
+            f"script {os.fspath(path)}: {error}", parameter="script"
+        ) from error

@@ -1,0 +1,255 @@
+"""The scripted engine: a ``Core`` that plays a script instead of running a model.
+
+Rules of this file: pure and without torch; the clock and what a fault does can be handed in, so the
+same core runs in an engine process and inside a test. For tests and benchmarks: it looks
+like a real engine from outside (queueing, prefill, blocks, statistics, endings), and its tokens are
+the script's (``script.py`` says what that may hold). It refuses what would need a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import InvalidRequestError
+from ..messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReadyResponse,
+    FinishReason,
+    SchedulerStats,
+)
+from .script import Fault, FaultKind, Script, load_script
+from .scripted_request import ScriptedRequest, accept_request
+
+__all__ = [
+    "Fault",
+    "FaultKind",
+    "Script",
+    "ScriptedCore",
+    "end_process",
+    "load_script",
+    "start_scripted_core",
+]
+
+# The wire's layout that ``messages`` writes: a head reads positions by this version.
+_WIRE_VERSION = "0.32.0"
+_UTILITIES = {
+    "get_supported_tasks": ["generate"],
+    "reset_prefix_cache": True,
+    "reset_mm_cache": None,
+    "is_sleeping": False,
+}
+
+
+def end_process(how: FaultKind) -> None:
+    """What a fault does in an engine process."""
+    if how == "exit":
+        os._exit(3)
+    elif how == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "hang":
+        threading.Event().wait()
+    raise RuntimeError("the script says that this step fails")
+
+
+def start_scripted_core(script: Script) -> ScriptedCore:
+    """A core that took ``load_s`` to make, or RuntimeError with ``load_error``: a ``make_core``."""
+    time.sleep(script.load_s)
+    if script.load_error is not None:
+        raise RuntimeError(script.load_error)
+    return ScriptedCore(script)
+
+
+class ScriptedCore:
+    """Plays ``script``. See ``Core`` for the methods.
+
+    ``clock`` gives seconds; ``on_fault`` gets every fault but "bad_token_id", in the middle of a
+    step, whose outputs are lost if it does not return.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_fault: Callable[[FaultKind], None] = end_process,
+    ) -> None:
+        self.ready = _ready_response(script)
+        self._script = script
+        self._clock = clock
+        self._on_fault = on_fault
+        self._waiting: deque[ScriptedRequest] = deque()
+        self._running: dict[str, ScriptedRequest] = {}
+        self._arrivals = itertools.count()
+        self._faults = sorted(script.faults, key=lambda fault: fault.after_steps)
+        self._free_blocks = script.blocks
+        self._steps = 0
+        self._next_step_at = 0.0
+        # Reported by the next step, whatever else it does.
+        self._reports: list[tuple[int, EngineCoreOutput]] = []
+        self._stats_are_due = False
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        live = self._find(request.request_id)
+        if live is not None:
+            # An id names one request on this wire, so an answer to one of the two ends both.
+            self._drop(live)
+            raise InvalidRequestError(
+                "request_id is that of a request in progress, which ends too; allowed: a fresh one",
+                parameter="request_id",
+            )
+        number = next(self._arrivals)
+        accepted = accept_request(request, self._script, number=number, now=self._clock())
+        self._waiting.append(accepted)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            request = self._find(request_id)
+            if request is not None:
+                self._drop(request)
+
+    def abort_client(self, client_index: int) -> None:
+        for request in self._live():
+            if request.client_index == client_index:
+                self._drop(request)
+
+    def finish_all(self) -> None:
+        for request in self._live():
+            self._drop(request)
+            output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+            self._reports.append((request.client_index, output))
+
+    def _live(self) -> list[ScriptedRequest]:
+        return [*self._running.values(), *self._waiting]
+
+    def _find(self, request_id: str) -> ScriptedRequest | None:
+        running = self._running.get(request_id)
+        waiting = (live for live in self._waiting if live.request_id == request_id)
+        return running or next(waiting, None)
+
+    def _drop(self, request: ScriptedRequest) -> None:
+        """Takes a request out, wherever it is, and its blocks back."""
+        if self._running.pop(request.request_id, None) is None:
+            self._waiting.remove(request)
+        else:
+            self._free_blocks += request.blocks
+        self._stats_are_due = True
+
+    def _admit(self) -> None:
+        """First come, first served: the first that does not fit holds up those behind it."""
+        now = self._clock()
+        while self._waiting and len(self._running) < self._script.max_num_seqs:
+            if self._waiting[0].blocks > self._free_blocks:
+                return
+            request = self._waiting.popleft()
+            self._free_blocks -= request.blocks
+            request.admitted_at = now
+            request.ready_at = now + self._script.first_token_delay_s
+            self._running[request.request_id] = request
+
+    def wait_s(self) -> float | None:
+        if self._reports or self._stats_are_due:
+            return 0.0
+        self._admit()
+        if not self._running:
+            return None
+        due = max(self._next_step_at, min(live.ready_at for live in self._running.values()))
+        return max(0.0, due - self._clock())
+
+    def step(self) -> dict[int, EngineCoreOutputs]:
+        by_client: dict[int, EngineCoreOutputs] = {}
+        for client_index, output in self._reports:
+            _outputs_of(by_client, client_index).outputs.append(output)
+        self._reports = []
+        self._admit()
+        if self._clock() >= self._next_step_at:
+            self._run_batch(by_client)
+        self._stats_are_due = False
+        # Once a step, to one client: the first that has outputs, else client 0.
+        first = next(iter(by_client.values()), None) or _outputs_of(by_client, 0)
+        first.scheduler_stats = self._stats()
+        for outputs in by_client.values():
+            outputs.timestamp = time.monotonic()
+        return by_client
+
+    def _run_batch(self, by_client: dict[int, EngineCoreOutputs]) -> None:
+        now = self._clock()
+        batch = [request for request in self._running.values() if request.ready_at <= now]
+        if not batch:
+            return
+        interval = self._script.step_interval_s
+        # On the beat, unless we were idle or fell behind: then the beat starts anew.
+        on_the_beat = now - self._next_step_at < interval
+        self._next_step_at = (self._next_step_at if on_the_beat else now) + interval
+        self._work_off_faults()
+        for request in batch:
+            if request.prefill_left:
+                request.prefill_left -= 1
+                continue
+            output = request.advance()
+            _outputs_of(by_client, request.client_index).outputs.append(output)
+            if output.finish_reason is not None:
+                self._drop(request)
+        self._steps += 1
+
+    def _work_off_faults(self) -> None:
+        while self._faults and self._faults[0].after_steps <= self._steps:
+            fault = self._faults.pop(0)
+            if fault.how != "bad_token_id":
+                self._on_fault(fault.how)
+            for request in self._running.values():
+                if fault.how == "bad_token_id" and request.number == fault.request:
+                    request.bad_token_id = fault.token_id
+
+    def _stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running_reqs=len(self._running),
+            num_waiting_reqs=len(self._waiting),
+            step_counter=self._steps,
+            kv_cache_usage=1 - self._free_blocks / self._script.blocks,
+        )
+
+    def call_utility(self, method: str, args: Sequence[Any]) -> Any:
+        if method not in _UTILITIES:
+            raise InvalidRequestError(
+                f"there is no such utility; allowed: {', '.join(_UTILITIES)}", parameter="method"
+            )
+        if any(args):
+            raise InvalidRequestError(
+                f"args is {list(args)}; allowed: none that ask for more than the call",
+                parameter="args",
+            )
+        return _UTILITIES[method]
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+
+
+def _ready_response(script: Script) -> EngineReadyResponse:
+    tokens = script.blocks * script.block_size
+    return EngineReadyResponse(
+        max_model_len=script.max_model_len,
+        num_gpu_blocks=script.blocks,
+        block_size=script.block_size,
+        effective_attention_block_size=script.block_size,
+        vllm_version=_WIRE_VERSION,
+        max_num_seqs=script.max_num_seqs,
+        max_num_batched_tokens=script.max_num_seqs * script.tokens_per_step,
+        instance_id="scripted",
+        kv_cache_size_tokens=tokens,
+        kv_cache_max_concurrency=tokens / script.max_model_len,
+    )
+
+
+def _outputs_of(by_client: dict[int, EngineCoreOutputs], client_index: int) -> EngineCoreOutputs:
+    # A list of its own: the struct's default is shared only until it is written to.
+    return by_client.setdefault(client_index, EngineCoreOutputs(outputs=[]))

@@ -1,0 +1,1 @@
+"""Shipped fakes: the scripted engine in process, for tests of programs that embed trioleg."""
