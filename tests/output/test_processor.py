@@ -1,0 +1,193 @@
+"""The one loop: who gets what, and what it reports about endings."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_tokenizers import PIECES, byte_fallback_tokenizer, ids
+
+from trioleg.messages import EngineCoreOutput, FinishReason, PrefillStats
+from trioleg.output.processor import OutputProcessor, ProcessedOutputs
+from trioleg.output.request_state import RequestState
+from trioleg.outputs import CompletionOutput, EndingKind, RequestOutput
+from trioleg.sampling_params import RequestOutputKind, SamplingParams
+
+TOKENIZER = byte_fallback_tokenizer()
+
+
+class Sink:
+    def __init__(self, accepts: bool = True) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.accepts = accepts
+
+    def put(self, output: RequestOutput) -> bool:
+        self.outputs.append(output)
+        return self.accepts
+
+    @property
+    def texts(self) -> list[str]:
+        return [output.outputs[0].text for output in self.outputs]
+
+
+def add(
+    processor: OutputProcessor, request_id: str, params: SamplingParams, sink: Sink | None = None
+) -> None:
+    state = RequestState(
+        request_id, ids("<s>"), params, TOKENIZER, sink, max_tokens=params.max_tokens or 100
+    )
+    processor.add_request(state)
+
+
+def step(
+    processor: OutputProcessor,
+    request_id: str,
+    *pieces: str,
+    finish: FinishReason | None = None,
+    stop_reason: int | str | None = None,
+) -> ProcessedOutputs:
+    output = EngineCoreOutput(
+        request_id, ids(*pieces), finish_reason=finish, stop_reason=stop_reason
+    )
+    return processor.process([output])
+
+
+def kinds(processed: ProcessedOutputs) -> list[tuple[str, EndingKind, bool]]:
+    return [(name, end.kind, end.needs_abort) for name, end in processed.endings]
+
+
+def test_with_a_sink_nothing_is_returned_and_without_one_everything() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "online", SamplingParams(), sink)
+    add(processor, "batch", SamplingParams())
+    outputs = [EngineCoreOutput(name, ids("a")) for name in ("online", "batch")]
+    processed = processor.process(outputs)
+    assert sink.texts == ["a"]
+    assert [output.request_id for output in processed.request_outputs] == ["batch"]
+
+
+def test_delta() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(), sink)
+    for piece in ("caf", "C3", "A9"):
+        step(processor, "r", piece)
+    processed = step(processor, "r", "</s>", finish=FinishReason.STOP)
+    assert sink.texts == ["caf", "", "é", ""]
+    assert sink.outputs[-1].outputs == [CompletionOutput(0, "", ids("</s>"), "stop")]
+    assert sink.outputs[-1].finished
+    assert kinds(processed) == [("r", EndingKind.STOP, False)]
+    assert processor.statistics().requests == 0
+
+
+def test_cumulative() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(output_kind=RequestOutputKind.CUMULATIVE), sink)
+    for piece in ("a", "b"):
+        step(processor, "r", piece)
+    step(processor, "r", "c", finish=FinishReason.LENGTH)
+    assert sink.texts == ["a", "ab", "abc"]
+    assert sink.outputs[-1].outputs[0].token_ids == ids("a", "b", "c")
+
+
+def test_final_only() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY), sink)
+    for piece in ("a", "b"):
+        step(processor, "r", piece)
+    assert sink.outputs == []
+    step(processor, "r", "c", finish=FinishReason.LENGTH)
+    assert sink.outputs[0].outputs == [CompletionOutput(0, "abc", ids("a", "b", "c"), "length")]
+
+
+def test_a_stop_string_is_promoted_and_needs_an_abort() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(stop=["bc"]), sink)
+    processed = step(processor, "r", "a", "b", "c", "a")
+    assert kinds(processed) == [("r", EndingKind.STOP_STRING, True)]
+    assert sink.outputs[0].outputs == [
+        CompletionOutput(0, "a", ids("a", "b", "c"), "stop", stop_reason="bc")
+    ]
+
+
+def test_a_stop_string_in_the_engines_own_last_step_needs_no_abort() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(stop=["bc"]), sink)
+    processed = step(processor, "r", "b", "c", finish=FinishReason.LENGTH)
+    assert kinds(processed) == [("r", EndingKind.STOP_STRING, False)]
+    assert sink.outputs[0].outputs[0].finish_reason == "stop"
+
+
+def test_held_back_text_is_flushed_at_every_other_finish() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(stop=["bcz"]), sink)
+    step(processor, "r", "a", "b", "c")
+    step(processor, "r", "</s>", finish=FinishReason.STOP)
+    assert sink.texts == ["a", "bc"]
+
+
+@pytest.mark.parametrize("bad", [-1, len(PIECES) + 10, 2**40])
+def test_a_bad_id_ends_its_request_and_no_other(bad: int) -> None:
+    processor, sinks = OutputProcessor(), [Sink() for _ in range(10)]
+    for number, sink in enumerate(sinks):
+        add(processor, str(number), SamplingParams(), sink)
+    outputs = [EngineCoreOutput(str(number), ids("a")) for number in range(10)]
+    for number in (2, 5, 7):
+        outputs[number].new_token_ids = [bad]
+    processed = processor.process(outputs)
+    assert [(name, end.kind) for name, end in processed.endings] == [
+        (name, EndingKind.OUTPUT_ERROR) for name in ("2", "5", "7")
+    ]
+    assert all(str(bad) in end.cause and end.needs_abort for _, end in processed.endings)
+    assert [sink.texts for sink in sinks] == [[] if n in (2, 5, 7) else ["a"] for n in range(10)]
+
+
+def test_more_tokens_than_asked_for_are_an_error() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(max_tokens=3), sink)
+    step(processor, "r", "a", "b")
+    ((_, ending),) = processor.process([EngineCoreOutput("r", ids("a") * 2_000_000)]).endings
+    assert ending.kind is EndingKind.OUTPUT_ERROR
+    assert ending.cause == "the engine sent 2000002 tokens; this request may have 3 (max_tokens)"
+    assert ending.needs_abort
+    assert sink.texts == ["ab"]
+
+
+def test_what_a_step_had_before_its_bad_token_is_kept() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(), sink)
+    processed = processor.process([EngineCoreOutput("r", [*ids("a", "b"), -1])])
+    assert kinds(processed) == [("r", EndingKind.OUTPUT_ERROR, True)]
+    processor.end_request("r")
+    assert sink.texts == ["ab"]
+
+
+def test_the_engines_error_and_its_reason() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(), sink)
+    processed = step(processor, "r", finish=FinishReason.ERROR, stop_reason="min_p is 2.0")
+    ((_, ending),) = processed.endings
+    assert (ending.kind, ending.cause) == (EndingKind.OUTPUT_ERROR, "min_p is 2.0")
+    assert not ending.needs_abort
+
+
+def test_ending_a_request_releases_what_was_held_back() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(stop=["bcz"]), sink)
+    step(processor, "r", "a", "b", "c")
+    processor.end_request("r")
+    assert sink.texts == ["a", "bc"]
+    assert not sink.outputs[-1].finished
+    processor.end_request("r")
+    assert step(processor, "r", "a").unknown == ["r"]
+
+
+def test_a_sink_over_its_bound_is_reported() -> None:
+    processor = OutputProcessor()
+    add(processor, "r", SamplingParams(), Sink(accepts=False))
+    assert kinds(step(processor, "r", "a")) == [("r", EndingKind.READER_TOO_SLOW, True)]
+
+
+def test_cached_tokens_come_with_the_first_output() -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(), sink)
+    stats = PrefillStats(num_prompt_tokens=1, num_cached_tokens=16)
+    processor.process([EngineCoreOutput("r", ids("a"), prefill_stats=stats)])
+    assert sink.outputs[0].num_cached_tokens == 16
