@@ -1,0 +1,1 @@
+"""Hop 4: mailboxes, streams, engine links and open_llm, the tree of nurseries itself."""

@@ -1,0 +1,169 @@
+"""Where an engine comes from: started here and owned, or started by somebody else and let in.
+
+Either way a block yields an ``Engine`` that is ready, and closes its transport before anything else
+on the way out, so that the last ABORTs are delivered while the engine still listens.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from ..config import LLMConfig
+from ..errors import EngineStartError, InvalidRequestError
+from ..ipc.handshake import AcceptedEngine, EngineListener, listen_for_engine
+from ..ipc.launch import EngineProcess, open_engine_process, private_ipc_dir
+from ..ipc.transport import Transport
+from ..messages import EngineReadyResponse
+from .engine_link import EngineWatch
+
+__all__ = ["Engine", "attach_engine", "start_engine"]
+
+_log = logging.getLogger("trioleg.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine that is ready. ``watch`` is None for a process that is not ours."""
+
+    rank: int
+    ready: EngineReadyResponse
+    transport: Transport
+    watch: EngineWatch | None = None
+
+
+class _ProcessWatch(EngineWatch):
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+
+    async def wait(self) -> str:
+        return str(await self._process.wait())
+
+    @property
+    def last_error(self) -> str:
+        return self._process.last_error
+
+
+@asynccontextmanager
+async def start_engine(
+    directory: Path, config: LLMConfig, *, script: Path | None = None
+) -> AsyncIterator[Engine]:
+    """Start our engine for the model in ``directory``, or the scripted one, and wait until it is ready.
+
+    Raises ``EngineStartError`` with the engine's last error. Leaving the block ends the process.
+    """
+    with private_ipc_dir() as folder:
+        async with listen_for_engine(
+            f"ipc://{folder}/handshake", unreachable_timeout=config.unreachable_timeout
+        ) as listener:
+            argv = [sys.executable, "-m", "trioleg", "engine", "--handshake", listener.address]
+            if script is None:
+                argv += [str(directory), *config.engine.arguments()]
+            else:
+                argv += ["--script", str(script)]
+            _log.info("starting the engine of %s", directory if script is None else script)
+            async with open_engine_process(
+                argv,
+                on_stderr_line=_log_line,
+                stop_timeout=config.engine_stop_timeout,
+                ipc_dir=folder,
+            ) as process:
+                accepted = None
+                with trio.move_on_after(config.start_timeout):
+                    accepted = await _accept(listener, process)
+                if accepted is None:
+                    raise EngineStartError(
+                        f"the engine was not ready within {config.start_timeout:g} s"
+                    )
+                try:
+                    yield Engine(
+                        accepted.rank, accepted.ready, accepted.transport, _ProcessWatch(process)
+                    )
+                finally:
+                    await accepted.transport.aclose()
+
+
+def _log_line(line: str) -> None:
+    _log.info("%s", line)
+
+
+async def _accept(listener: EngineListener, process: EngineProcess) -> AcceptedEngine:
+    """Wait for the engine or its exit, whichever is first."""
+    accepted: list[AcceptedEngine] = []
+    failures: list[str] = []
+
+    async def accept() -> None:
+        accepted.append(await listener.accept())
+        nursery.cancel_scope.cancel(reason="the engine is ready")
+
+    async def watch() -> None:
+        ended = await process.wait()
+        failures.append(f"{ended}: {process.last_error}" if process.last_error else str(ended))
+        nursery.cancel_scope.cancel(reason="the engine has ended")
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(accept)
+            nursery.start_soon(watch)
+    except BaseException:
+        # A cancel from outside may come after the engine, and nobody else knows of it yet.
+        for engine in accepted:
+            await engine.transport.aclose()
+        raise
+    if not accepted:
+        raise EngineStartError(f"the engine did not start: {failures[0]}")
+    return accepted[0]
+
+
+@asynccontextmanager
+async def attach_engine(address: str, config: LLMConfig) -> AsyncIterator[Engine]:
+    """Bind a handshake address and wait, without a bound, for one engine to join there.
+
+    Raises ``InvalidRequestError`` for an address that others can reach and ``EngineStartError`` for
+    one that cannot be bound. The engine goes on when the block is left: it is not ours.
+    """
+    _check_address(address)
+    async with listen_for_engine(
+        address, unreachable_timeout=config.unreachable_timeout
+    ) as listener:
+        _log.info("waiting for an engine to join at %s", listener.address)
+        accepted = await listener.accept()
+        _log.info("engine %d has joined", accepted.rank)
+        try:
+            yield Engine(accepted.rank, accepted.ready, accepted.transport)
+        finally:
+            await accepted.transport.aclose()
+
+
+def _check_address(address: str) -> None:
+    """Only what this machine alone can reach: nothing on this wire is authenticated."""
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme == "ipc" and rest:
+        return
+    if scheme == "tcp" and _is_loopback(host.strip("[]")) and _is_port(port):
+        return
+    raise InvalidRequestError(
+        f"attach is {address!r}; allowed: tcp://127.0.0.1:PORT (any loopback address) or ipc://PATH, "
+        "since whoever reaches this address can pose as an engine",
+        parameter="attach",
+    )
+
+
+def _is_port(text: str) -> bool:
+    """ZeroMQ itself would take a larger number modulo 65536. "*" is any free port, as 0 is."""
+    return text == "*" or (text.isascii() and text.isdecimal() and int(text) <= 65535)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

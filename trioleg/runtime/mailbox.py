@@ -1,0 +1,83 @@
+"""``Mailbox``: one slot per request, between the link that fills it and the task that reads it.
+
+``put`` never waits and never queues: what the reader has not taken yet is merged into one output
+(``output/merge.py``), so a client that stops reading can neither stop the link nor grow its memory
+beyond ``max_bytes``. A reader that waits is woken by the first ``put`` and finds, when it runs,
+everything that came meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trio
+
+from ..output.merge import OutputMerger
+from ..outputs import RequestOutput
+
+__all__ = ["Mailbox", "MailboxStatistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class MailboxStatistics:
+    """``num_merges``: outputs that met an unread one. ``num_bytes``: unread now, estimated;
+    ``max_num_bytes``: the most that ever was. ``reader_waits``: a task is parked here."""
+
+    num_merges: int
+    num_bytes: int
+    max_num_bytes: int
+    reader_waits: bool
+
+
+class Mailbox:
+    """Single reader, any number of writers, all in one Trio thread."""
+
+    __slots__ = ("_max_bytes", "_max_num_bytes", "_merger", "_reader")
+
+    def __init__(self, *, aggregate: bool, max_bytes: int) -> None:
+        self._merger = OutputMerger(aggregate=aggregate)
+        self._max_bytes = max_bytes
+        self._max_num_bytes = 0
+        self._reader: trio.lowlevel.Task | None = None
+
+    def put(self, output: RequestOutput) -> bool:
+        """Merge the output in and wake the reader. False: unread output is over the bound now.
+
+        Even then the output is kept: nothing that was decoded is lost.
+        """
+        self._merger.put(output)
+        num_bytes = self._merger.num_bytes
+        if num_bytes > self._max_num_bytes:
+            self._max_num_bytes = num_bytes
+        self.wake()
+        return num_bytes <= self._max_bytes
+
+    def take(self) -> RequestOutput | None:
+        """What has come since the last ``take``, or None; never waits."""
+        return self._merger.take()
+
+    def wake(self) -> None:
+        """Let the reader look again: something came, or the request ended."""
+        if self._reader is not None:
+            trio.lowlevel.reschedule(self._reader)
+            self._reader = None
+
+    async def wait(self) -> None:
+        """Park until ``wake``. A cancel takes nothing away. A second reader gets BusyResourceError."""
+        if self._reader is not None:
+            raise trio.BusyResourceError("another task is already receiving from this stream")
+        self._reader = trio.lowlevel.current_task()
+
+        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
+            self._reader = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    def statistics(self) -> MailboxStatistics:
+        return MailboxStatistics(
+            self._merger.num_merges,
+            self._merger.num_bytes,
+            self._max_num_bytes,
+            self._reader is not None,
+        )

@@ -1,0 +1,131 @@
+"""``RequestStream``: one request as its reader sees it, and the one place where it ends.
+
+Whatever ends a request (the engine, a stop string, a fault, the reader's leaving, the engine's death,
+a shutdown) calls ``end`` with an ``Ending``. ``end`` is synchronous and idempotent, and the first
+cause wins. Nobody else ends a request, and no exception is stored anywhere: the reader gets a fresh
+one, made from the ``Ending``, from its own call of ``receive``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import trio
+
+from ..outputs import Ending, EndingKind, RequestOutput
+from ..sampling_params import RequestOutputKind, SamplingParams
+from .mailbox import Mailbox, MailboxStatistics
+
+__all__ = ["RequestStream"]
+
+
+class RequestStream:
+    """The outputs of one request, for one reading task. Made by ``LLM.open_stream``.
+
+    Iterating is receiving until ``trio.EndOfChannel``.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_bytes: int,
+        on_end: Callable[[RequestStream, Ending], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.mailbox = Mailbox(
+            aggregate=params.output_kind is RequestOutputKind.DELTA, max_bytes=max_bytes
+        )
+        self._on_end = on_end
+        self._ending: Ending | None = None
+        self._serving: trio.CancelScope | None = None
+        self._closed = False
+
+    @property
+    def ending(self) -> Ending | None:
+        """Why the request ended; None while it runs."""
+        return self._ending
+
+    def statistics(self) -> MailboxStatistics:
+        """The mailbox's figures."""
+        return self.mailbox.statistics()
+
+    async def receive(self) -> RequestOutput:
+        """The next output: everything that came since the last one, merged.
+
+        What is unread is delivered first, at once and perhaps without a checkpoint. Then, by how the
+        request ended: ``trio.EndOfChannel`` after a normal end, else a fresh ``RequestEnded`` of the
+        matching type. Raises ``trio.BusyResourceError`` for a second reader and
+        ``trio.ClosedResourceError`` once the stream's block, or the LLM's, has been left.
+        A cancelled ``receive`` loses nothing.
+        """
+        while True:
+            output = self.receive_nowait()
+            if output is not None:
+                return output
+            if self._closed or self._ending is not None:
+                await trio.lowlevel.checkpoint()
+                raise self._error()
+            await self.mailbox.wait()
+
+    def receive_nowait(self) -> RequestOutput | None:
+        """What is unread, or None. Never raises, never waits."""
+        return self.mailbox.take()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        try:
+            return await self.receive()
+        except trio.EndOfChannel:
+            raise StopAsyncIteration from None
+
+    def _error(self) -> Exception:
+        if self._closed:
+            return trio.ClosedResourceError("this stream's block has been left")
+        error = None if self._ending is None else self._ending.error()
+        return trio.EndOfChannel() if error is None else error
+
+    def end(self, ending: Ending) -> None:
+        """End the request: synchronous, idempotent, the first cause wins.
+
+        Stores the ending, tells the engine to stop if it may still be at it, wakes the reader, and,
+        unless the request ended well, cancels the serving scope: a write in progress must not keep
+        a failed request from saying so.
+        """
+        if self._ending is not None:
+            return
+        self._ending = ending
+        self._on_end(self, ending)
+        self.mailbox.wake()
+        if self._serving is not None and ending.error() is not None:
+            self._serving.cancel(reason=f"request {self.request_id} ended: {ending.kind}")
+
+    def close(self) -> None:
+        """The block is left: end the request if it runs, and refuse further use. Idempotent."""
+        self._closed = True
+        self.end(Ending(EndingKind.LEFT))
+        self.mailbox.wake()
+
+    @contextmanager
+    def serving(self) -> Iterator[trio.CancelScope]:
+        """One cancel scope for a whole loop of receiving and writing.
+
+        It is cancelled when the request ends badly, also while the loop writes to a client that does
+        not read. After the block, ``ending`` tells what happened, and ``receive_nowait`` what is
+        still unread.
+        """
+        with trio.CancelScope() as scope:
+            self._serving = scope
+            if self._ending is not None and self._ending.error() is not None:
+                scope.cancel(reason=f"request {self.request_id} ended: {self._ending.kind}")
+            try:
+                yield scope
+            finally:
+                self._serving = None

@@ -1,0 +1,67 @@
+"""What leaves ``open_llm`` when several things went wrong at once: one error, as itself.
+
+Nurseries wrap what they raise in exception groups. For a caller, ``open_llm`` is a block like ``open``
+is: an error of the body must come out as the error that it is. The rule, in order:
+
+1. what the body raised (also if that is a group of the body's own making);
+2. ``KeyboardInterrupt`` or ``SystemExit``;
+3. the first error of our own tasks.
+
+Cancelling loses against any of them. The errors that do not win are logged with their tracebacks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+
+__all__ = ["BodyError", "unwrapped"]
+
+_log = logging.getLogger("trioleg.runtime")
+
+
+class BodyError:
+    """Where the owner of the block writes down what its body raised."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+
+@contextmanager
+def unwrapped() -> Iterator[BodyError]:
+    """Let at most one plain exception out of the block. A group of nothing but cancels passes."""
+    body = BodyError()
+    try:
+        yield body
+    except BaseExceptionGroup as group:
+        errors = _errors_in(group)
+        if not errors:
+            raise
+        of_body = [] if body.error is None else _errors_in(body.error)
+        winner = body.error if of_body and body.error is not None else _winner(errors)
+        for other in errors:
+            if other is not winner and other not in of_body:
+                _log.error("this error gave way to another one", exc_info=other)
+        context = winner.__context__
+        try:
+            raise winner
+        finally:
+            # Raising in an except block chains the group to it, which is only our wrapping.
+            winner.__context__ = context
+
+
+def _errors_in(error: BaseException) -> list[BaseException]:
+    """What is in a group, however deep, without the cancels.
+
+    Not the groups themselves: a nursery that filters cancels out makes new ones of the same content.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _errors_in(inner)]
+    return [] if isinstance(error, trio.Cancelled) else [error]
+
+
+def _winner(errors: list[BaseException]) -> BaseException:
+    return next((error for error in errors if not isinstance(error, Exception)), errors[0])
