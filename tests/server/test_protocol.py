@@ -1,0 +1,220 @@
+"""What a chat request may hold: every parameter is honoured or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from trioleg.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OutputError,
+    ServerShutdown,
+)
+from trioleg.outputs import CompletionOutput, RequestOutput
+from trioleg.sampling_params import RequestOutputKind, SamplingParams
+from trioleg.server.protocol import (
+    ChatCompletionRequest,
+    ModelNotFoundError,
+    error_of,
+    full_response,
+    parse_chat_completion,
+)
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def parse(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "m", "messages": MESSAGES, **fields}
+    return parse_chat_completion(json.dumps(body).encode(), SamplingParams)
+
+
+def refusal(**fields: Any) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(**fields)
+    return caught.value
+
+
+def test_the_least_request() -> None:
+    request = parse()
+    assert request.messages == MESSAGES
+    assert (request.model, request.stream, request.include_usage) == ("m", False, False)
+    assert request.params == SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def test_every_honoured_parameter_arrives() -> None:
+    asked: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "seed": 11,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop": ["x"],
+        "stop_token_ids": [5],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "stop_hold_back": "fixed",
+    }
+    params = parse(**asked, max_completion_tokens=9, stream=True).params
+    assert params == SamplingParams(**asked, max_tokens=9)
+
+
+def test_null_is_the_default_everywhere() -> None:
+    names = ("temperature", "stop", "max_tokens", "seed", "stream", "stream_options", "n", "tools")
+    assert parse(**dict.fromkeys(names)) == parse()
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "asking"),
+    [
+        ("n", 1, 2),
+        ("n", 1, True),
+        ("presence_penalty", 0, 0.5),
+        ("frequency_penalty", 0.0, -1),
+        ("repetition_penalty", 1.0, 1.1),
+        ("min_p", 0, 0.1),
+        ("logprobs", False, True),
+        ("top_logprobs", 0, 3),
+        ("logit_bias", {}, {"5": 1}),
+        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("tools", [], [{"type": "function"}]),
+        ("tool_choice", "none", "required"),
+        ("store", False, True),
+        ("echo", False, True),
+        ("priority", 0, 1),
+    ],
+)
+def test_what_is_not_honoured_is_refused_unless_it_asks_for_nothing(
+    name: str, neutral: Any, asking: Any
+) -> None:
+    assert parse(**{name: neutral}) == parse()
+    error = refusal(**{name: asking})
+    assert error.parameter == name
+    assert str(error).startswith(f"{name} is ")
+    assert "which is not supported; allowed: null" in str(error)
+
+
+def test_unknown_parameters_are_refused() -> None:
+    error = refusal(temprature=0)
+    assert (error.parameter, str(error)) == ("temprature", "unknown parameter: 'temprature'")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[]", "not a JSON object"),
+        (b'{"messages": NaN}', "not valid JSON"),
+    ],
+)
+def test_bodies_that_are_no_request(body: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        parse_chat_completion(body, SamplingParams)
+
+
+@pytest.mark.parametrize(
+    ("messages", "parameter"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("Hi", "messages"),
+        ([5], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
+        (
+            [*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[1].content[0]",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+            "messages[0].content[0].text",
+        ),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+    ],
+)
+def test_messages_are_refused_by_place(messages: Any, parameter: str) -> None:
+    assert refusal(messages=messages).parameter == parameter
+
+
+@pytest.mark.parametrize("name", ["stop", "messages", "stream", "n", "stream_options"])
+def test_no_depth_is_too_deep_for_a_refusal(name: str) -> None:
+    for depth in range(900, 1030):
+        nested = b'{"messages":[],"%b":' % name.encode() + b"[" * depth + b"]" * depth + b"}"
+        with pytest.raises(InvalidRequestError):
+            parse_chat_completion(nested, SamplingParams)
+
+
+def test_messages_that_are_not_there() -> None:
+    with pytest.raises(InvalidRequestError, match="messages is missing") as caught:
+        parse_chat_completion(b"{}", SamplingParams)
+    assert caught.value.parameter == "messages"
+
+
+def test_text_parts_and_the_developer_role() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = parse(messages=[{"role": "developer", "content": parts}])
+    assert request.messages == [{"role": "system", "content": "ab"}]
+
+
+def test_an_assistants_message_may_come_back_as_it_was_sent() -> None:
+    message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
+    assert parse(messages=[message]).messages == [{"role": "assistant", "content": "x"}]
+
+
+def test_stream_options() -> None:
+    assert parse(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not parse(stream=True, stream_options={}).include_usage
+    assert refusal(stream_options={"include_usage": True}).parameter == "stream_options"
+    error = refusal(stream=True, stream_options={"continuous_usage_stats": True})
+    assert error.parameter == "stream_options.continuous_usage_stats"
+    error = refusal(stream=True, stream_options={"include_usage": 1})
+    assert error.parameter == "stream_options.include_usage"
+
+
+def test_two_names_for_max_tokens() -> None:
+    assert parse(max_tokens=3).params.max_tokens == 3
+    assert parse(max_tokens=3, max_completion_tokens=3).params.max_tokens == 3
+    assert refusal(max_tokens=3, max_completion_tokens=4).parameter == "max_tokens"
+    assert refusal(max_tokens=0).parameter == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidRequestError("x", parameter="p"), 400, None),
+        (ModelNotFoundError("x", parameter="model"), 404, "model_not_found"),
+        (EngineDeadError("x"), 503, "engine_dead"),
+        (ServerShutdown("x"), 503, "server_shutdown"),
+        (OutputError("x"), 500, "output_error"),
+        (RuntimeError("a secret"), 500, None),
+    ],
+)
+def test_errors_as_status_and_object(error: Exception, status: int, code: str | None) -> None:
+    got, fields = error_of(error)
+    assert (got, fields["code"]) == (status, code)
+    assert fields["param"] == getattr(error, "parameter", None)
+    assert "secret" not in fields["message"]
+
+
+def test_full_response() -> None:
+    output = RequestOutput(
+        "r", [1, 2, 3], [CompletionOutput(0, "Hi", [4, 5], "stop")], True, num_cached_tokens=2
+    )
+    body = json.loads(full_response(output, created=7, model="m"))
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert (body["object"], body["created"], body["model"]) == ("chat.completion", 7, "m")

@@ -1,0 +1,299 @@
+"""The whole leg with a real model, from sampled token to data line, as its users meet it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from programs import TRIOLEG, Program, alive, descendants, running, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+from trioleg.tokenizer import Tokenizer
+
+DATA = Path(__file__).parent.parent / "data"
+CASES = json.loads((DATA / "smollm2_greedy.json").read_text())["cases"]
+# Below this margin between the two likeliest tokens, another order of summing may choose the other.
+CLEAR_MARGIN = 0.02
+
+
+class Server:
+    """A running ``trioleg serve``, and clients for it."""
+
+    def __init__(self, program: Program, http: httpx2.Client) -> None:
+        self.program = program
+        self.url = str(http.base_url)
+        self.http = http
+        self.openai = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="any", max_retries=0, http_client=http
+        )
+
+    def metric(self, name: str, **labels: str) -> float:
+        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    return sample.value
+        raise AssertionError(f"no metric {name} {labels}")
+
+    def engine_pids(self) -> list[int]:
+        """The engine's processes: the guardian, then the engine."""
+        return descendants(self.program.process.pid)
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Server]:
+    with running(*TRIOLEG, "serve", "smollm2-135m", "--port", "0", *options) as program:
+        url = program.wait_for(r"ready: .* at (http://\S+)")[1]
+        with httpx2.Client(base_url=url, trust_env=False, timeout=60) as http:
+            yield Server(program, http)
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path) -> Iterator[Server]:
+    with serving("--dtype", "float32") as server:
+        yield server
+
+
+@pytest.fixture
+def doomed_server(smollm2: Path) -> Iterator[Server]:
+    """A server of the test's own, to be killed."""
+    with serving() as server:
+        yield server
+
+
+def ask(case: dict[str, Any], **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": case["user"]}]
+    limit = len(case["greedy_token_ids"])
+    return {
+        "model": "smollm2-135m",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": limit,
+        **more,
+    }
+
+
+def check(case: dict[str, Any], text: str, tokenizer: Tokenizer) -> None:
+    """The text is the recorded one, up to the first step that numeric noise may decide."""
+    unclear = (i for i, margin in enumerate(case["margin_per_step"]) if margin < CLEAR_MARGIN)
+    first = next(unclear, None)
+    if first is None:
+        assert text == case["text"]
+    else:
+        assert text.startswith(tokenizer.decode(case["greedy_token_ids"][:first]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["user"][:20])
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_recorded_answers_one_at_a_time(
+    server: Server, smollm2: Path, case: dict[str, Any], stream: bool
+) -> None:
+    check(case, answer(server, case, stream), Tokenizer.from_directory(smollm2))
+
+
+def test_recorded_answers_all_at_once(server: Server, smollm2: Path) -> None:
+    tokenizer = Tokenizer.from_directory(smollm2)
+    jobs = [(case, stream) for case in CASES for stream in (False, True)] * 2
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        texts = list(threads.map(lambda job: answer(server, *job), jobs))
+    for (case, _), text in zip(jobs, texts, strict=True):
+        check(case, text, tokenizer)
+
+
+def answer(server: Server, case: dict[str, Any], stream: bool) -> str:
+    if not stream:
+        return server.openai.chat.completions.create(**ask(case)).choices[0].message.content or ""
+    chunks = list(server.openai.chat.completions.create(**ask(case, stream=True)))
+    finishes = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert finishes[-1] in ("stop", "length")
+    assert set(finishes[:-1]) == {None}
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+# ---------------------------------------------------------------------------- the openai client
+
+
+def test_openai_usage(server: Server) -> None:
+    case = CASES[0]
+    plain = server.openai.chat.completions.create(**ask(case))
+    assert plain.usage is not None
+    expected = (len(case["prompt_token_ids"]), len(case["greedy_token_ids"]))
+    assert (plain.usage.prompt_tokens, plain.usage.completion_tokens) == expected
+    options = {"include_usage": True}
+    *chunks, last = server.openai.chat.completions.create(
+        **ask(case, stream=True, stream_options=options)
+    )
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage == plain.usage
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert {chunk.id for chunk in chunks} == {last.id}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize(
+    ("bad", "parameter"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"n": 2}, "n"),
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "x " * 20_000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 2_000_000}]}, "messages"),
+        ({"stop": ""}, "stop"),
+        ({"extra_body": {"nonsense": 1}}, "nonsense"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_openai_raises_on_a_bad_request(
+    server: Server, bad: dict[str, Any], parameter: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"allowed|unknown") as caught:
+        server.openai.chat.completions.create(**ask(CASES[0], stream=stream) | bad)
+    assert caught.value.param == parameter
+
+
+def test_openai_raises_on_an_unknown_model(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError, match="allowed: 'smollm2-135m'"):
+        server.openai.chat.completions.create(**ask(CASES[0]) | {"model": "gpt-9"})
+
+
+def test_openai_lists_the_model(server: Server) -> None:
+    assert [model.id for model in server.openai.models.list()] == ["smollm2-135m"]
+
+
+def test_openai_async(server: Server) -> None:
+    async def talk() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any") as client:
+            stream = await client.chat.completions.create(**ask(CASES[0], stream=True))
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            assert text == CASES[0]["text"]
+            plain = await client.chat.completions.create(**ask(CASES[0]))
+            assert plain.choices[0].message.content == CASES[0]["text"]
+            with pytest.raises(openai.BadRequestError):
+                await client.chat.completions.create(**ask(CASES[0], top_p=0))
+
+    # asyncio, as nearly all of its users run it.
+    asyncio.run(talk())
+
+
+# ---------------------------------------------------------------------------- other paths
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/chat/completions", 400),
+    ],
+)
+def test_every_error_is_json(server: Server, method: str, path: str, status: int) -> None:
+    response = server.http.request(method, path, headers={"X-Request-Id": "mine"})
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "allowed: POST /v1/chat/completions, GET /v1/models" in error["message"] or status == 400
+    assert response.headers["x-request-id"] == "mine"
+
+
+def test_a_body_over_the_bound_is_a_413(server: Server) -> None:
+    response = server.http.post("/v1/chat/completions", content=b" " * 17 * 2**20)
+    assert response.status_code == 413
+    assert "error" in response.json()
+
+
+def test_stream_headers(server: Server) -> None:
+    request = ask(CASES[0], stream=True)
+    headers = {"X-Request-Id": "mine"}
+    with server.http.stream("POST", "/v1/chat/completions", json=request, headers=headers) as one:
+        assert one.headers["content-type"].startswith("text/event-stream")
+        assert one.headers["cache-control"] == "no-cache"
+        assert one.headers["x-accel-buffering"] == "no"
+        assert one.headers["x-request-id"] == "mine"
+        assert one.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_health_and_models(server: Server) -> None:
+    assert server.http.get("/health").status_code == 200
+    (model,) = server.http.get("/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("smollm2-135m", 8192)
+
+
+# ---------------------------------------------------------------------------- leaving and dying
+
+
+def test_a_disconnect_gives_the_blocks_back(server: Server) -> None:
+    total = server.metric("trioleg_engine_blocks", engine="0")
+    wait_until(lambda: server.metric("trioleg_engine_free_blocks", engine="0") == total)
+    left = server.metric("trioleg_requests_total", reason="left")
+    request = ask(CASES[0], stream=True, max_tokens=4000, ignore_eos=True)
+    with server.http.stream("POST", "/v1/chat/completions", json=request) as response:
+        next(response.iter_lines())
+        wait_until(lambda: server.metric("trioleg_engine_free_blocks", engine="0") < total)
+    wait_until(lambda: server.metric("trioleg_engine_free_blocks", engine="0") == total)
+    assert server.metric("trioleg_requests_total", reason="left") == left + 1
+    assert server.metric("trioleg_engine_running_requests", engine="0") == 0
+
+
+def test_a_plain_request_that_leaves_gives_the_blocks_back(server: Server) -> None:
+    total = server.metric("trioleg_engine_blocks", engine="0")
+    request = ask(CASES[0], max_tokens=4000, ignore_eos=True)
+    left = server.metric("trioleg_requests_total", reason="left")
+    with pytest.raises(httpx2.ReadTimeout):
+        server.http.post("/v1/chat/completions", json=request, timeout=0.5)
+    wait_until(lambda: server.metric("trioleg_requests_total", reason="left") == left + 1)
+    wait_until(lambda: server.metric("trioleg_engine_free_blocks", engine="0") == total)
+
+
+def test_a_killed_engine_is_told_to_every_client(doomed_server: Server) -> None:
+    server = doomed_server
+    endless = ask(CASES[1], max_tokens=4000, ignore_eos=True)
+
+    def stream() -> str:
+        with server.http.stream(
+            "POST", "/v1/chat/completions", json=endless | {"stream": True}
+        ) as r:
+            return r.read().decode()
+
+    def plain() -> httpx2.Response:
+        return server.http.post("/v1/chat/completions", json=endless)
+
+    with ThreadPoolExecutor(8) as threads:
+        streams = [threads.submit(stream) for _ in range(4)]
+        plains = [threads.submit(plain) for _ in range(2)]
+        wait_until(lambda: server.metric("trioleg_engine_output_tokens_total", engine="0") > 20)
+        os.kill(server.engine_pids()[-1], signal.SIGKILL)
+        for one in streams:
+            *_, error, done, rest = one.result(timeout=20).split("\n\n")
+            assert (done, rest) == ("data: [DONE]", "")
+            assert (
+                "killed by SIGKILL" in json.loads(error.removeprefix("data: "))["error"]["message"]
+            )
+        for one in plains:
+            response = one.result(timeout=20)
+            assert response.status_code == 503
+            assert response.json()["error"]["partial"]["choices"][0]["message"]["content"]
+    health = server.http.get("/health")
+    assert health.status_code == 503
+    assert "SIGKILL" in health.json()["error"]["message"]
+    assert server.http.post("/v1/chat/completions", json=endless).status_code == 503
+    server.program.process.send_signal(signal.SIGTERM)
+    assert server.program.wait() == 1
+    assert "killed by SIGKILL" in server.program.stderr
+
+
+def test_a_killed_front_end_leaves_no_engine(doomed_server: Server) -> None:
+    pids = doomed_server.engine_pids()
+    assert len(pids) == 2
+    doomed_server.program.process.kill()
+    wait_until(lambda: not any(alive(pid) for pid in pids))

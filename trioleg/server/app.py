@@ -1,0 +1,110 @@
+"""``create_app``: the ASGI app alone, for whoever brings a server of their own.
+
+It is a quart-trio app with one part replaced: the connection class. Quart would iterate an async
+generator for a stream; ours calls ``serve`` of the response instead, in the request's own nursery, so
+that a disconnect cancels a plain loop. Every error leaves as JSON in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trio
+from quart import Response, current_app, request
+from quart.utils import encode_headers
+from quart_trio import QuartTrio
+from quart_trio.asgi import TrioASGIHTTPConnection
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
+
+from ..config import ServerConfig
+from ..errors import TriolegError
+from ..runtime.llm import LLM
+from .protocol import error_body
+from .routes import EventStreamResponse, Routes, error_response, json_response
+
+__all__ = ["create_app"]
+
+# A client's id for its request is a few dozen characters; whatever is longer is not echoed.
+_MAX_REQUEST_ID = 256
+
+
+def create_app(llm: LLM, config: ServerConfig | None = None) -> QuartTrio:
+    """The OpenAI-compatible app on ``llm``, which has to outlive it (``open_llm`` wraps the server)."""
+    config = config or ServerConfig()
+    routes = Routes(llm, config.served_model_name or llm.model)
+    app = QuartTrio("trioleg", static_folder=None)
+    app.asgi_http_class = _HTTPConnection
+    # A bigger body is a 413, answered while it still comes in.
+    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
+    # Quart's own bounds know nothing of streams: it would cut one after a minute, without a word.
+    app.config["RESPONSE_TIMEOUT"] = None
+    for method, path, handler in routes.table():
+        app.add_url_rule(path, handler.__name__, handler, methods=[method])
+    app.register_error_handler(TriolegError, _trioleg_error)
+    app.register_error_handler(HTTPException, _http_error)
+    app.after_request(_echo_request_id)
+    return app
+
+
+class _HTTPConnection(TrioASGIHTTPConnection):
+    """One request. The nursery round it is quart-trio's: a disconnect cancels it."""
+
+    async def handle_request(  # type: ignore[override]  # quart-trio's own signature
+        self, nursery: trio.Nursery, request: Any, send: Any
+    ) -> None:
+        response = await self.app.handle_request(request)
+        if isinstance(response, EventStreamResponse):
+            await self._serve_events(response, send)
+        else:
+            await self._send_response(send, response)
+        nursery.cancel_scope.cancel(reason="the response is complete")
+
+    async def _serve_events(self, response: EventStreamResponse, send: Any) -> None:
+        async def start() -> None:
+            headers = encode_headers(response.headers)
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        try:
+            await response.serve(start, send)
+        except TriolegError as error:
+            # Only what fails before ``start`` leaves ``serve``, so the status is still ours to choose.
+            failure = error_response(error)
+            if "X-Request-Id" in response.headers:
+                failure.headers["X-Request-Id"] = response.headers["X-Request-Id"]
+            await self._send_response(send, failure)
+
+
+# These are async, though they await nothing, because Quart runs a plain function in a thread.
+
+
+async def _trioleg_error(error: TriolegError) -> Response:  # noqa: ASYNC124
+    return error_response(error)
+
+
+async def _http_error(error: HTTPException) -> Response:  # noqa: ASYNC124
+    """What Quart refuses by itself: unknown paths and methods, bodies that are too large, our bugs."""
+    status = error.code or 500
+    type_ = "invalid_request_error" if status < 500 else "server_error"
+    message = error.description or error.name
+    if isinstance(error, NotFound | MethodNotAllowed):
+        message = f"{request.method} {request.path} is not served; allowed: {_served()}"
+    fields = {"message": message, "type": type_, "param": None, "code": None}
+    response = json_response(error_body(fields), status)
+    for name, value in error.get_headers():
+        if name.lower() not in ("content-type", "content-length"):
+            response.headers[name] = value
+    return response
+
+
+def _served() -> str:
+    rules = current_app.url_map.iter_rules()
+    methods = {rule.rule: sorted((rule.methods or set()) - {"HEAD", "OPTIONS"}) for rule in rules}
+    return ", ".join(f"{method} {path}" for path, all_ in methods.items() for method in all_)
+
+
+async def _echo_request_id(response: Response) -> Response:  # noqa: ASYNC124
+    """The client finds its own id again; it is never a key of ours."""
+    request_id = request.headers.get("X-Request-Id")
+    if request_id is not None and len(request_id) <= _MAX_REQUEST_ID and request_id.isprintable():
+        response.headers["X-Request-Id"] = request_id
+    return response

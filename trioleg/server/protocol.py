@@ -1,0 +1,360 @@
+"""The API's requests and responses: what is accepted, what is refused, and how both look.
+
+Pure. A request body goes in as bytes and comes out as a ``ChatCompletionRequest`` whose every
+parameter is honoured. A parameter that is not honoured is refused by name, unless it holds the one
+value that asks for nothing; one that nobody knows is refused too. The errors are OpenAI's form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OutputError,
+    ReaderTooSlow,
+    RequestAborted,
+    ServerShutdown,
+    TriolegError,
+)
+from ..outputs import RequestOutput
+from ..sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = [
+    "ChatCompletionRequest",
+    "ModelNotFoundError",
+    "completion_id",
+    "error_body",
+    "error_of",
+    "full_response",
+    "parse_chat_completion",
+    "usage_of",
+]
+
+# Parameters of OpenAI's and vLLM's chat requests that are not honoured, with the values that ask for
+# nothing and are therefore accepted. null is accepted for every one of them.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "priority": (0,),
+    "cache_salt": (),
+    "request_id": (),
+    "stream_interval": (1,),
+    "timeouts": (),
+}
+
+# Parameters that go into SamplingParams under their own names.
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "stop_hold_back",
+)
+
+# "user" says whose request it is, which changes nothing about the answer; it is not kept.
+_OWN = (
+    "model",
+    "messages",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "max_completion_tokens",
+    "user",
+)
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """The request names a model that this server does not serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletionRequest:
+    """A chat request, checked. ``messages``: role and content (text), ready for a chat template.
+    ``model`` None: whichever is served."""
+
+    model: str | None
+    messages: list[dict[str, Any]]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+
+
+def parse_chat_completion(
+    body: bytes, make_params: Callable[..., SamplingParams]
+) -> ChatCompletionRequest:
+    """Parse and check a request body. ``make_params`` takes what was asked for by keyword and knows
+    the model's defaults. Raises ``InvalidRequestError`` naming the parameter."""
+    try:
+        return _parse(_object(body), make_params)
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply to be looked at") from None
+
+
+def _parse(
+    fields: dict[str, Any], make_params: Callable[..., SamplingParams]
+) -> ChatCompletionRequest:
+    _refuse_what_is_not_honoured(fields)
+    stream = _boolean(fields, "stream")
+    asked = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    max_tokens = _max_tokens(fields)
+    if max_tokens is not None:
+        asked["max_tokens"] = max_tokens
+    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    return ChatCompletionRequest(
+        model=_model(fields),
+        messages=_messages(fields),
+        params=make_params(output_kind=kind, **asked),
+        stream=stream,
+        include_usage=_include_usage(fields, stream=stream),
+    )
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequestError("the body is not a JSON object")
+    return fields
+
+
+def _refuse_what_is_not_honoured(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        if name in _OWN or name in _SAMPLING:
+            continue
+        neutral = _NEUTRAL.get(name)
+        if neutral is None:
+            raise InvalidRequestError(f"unknown parameter: {name!r}", parameter=name)
+        if value is not None and not any(_same(value, one) for one in neutral):
+            allowed = " or ".join(["null", *(_json(one) for one in neutral)])
+            raise InvalidRequestError(
+                f"{name} is {_json(value)}, which is not supported; allowed: {allowed}",
+                parameter=name,
+            )
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, but true is not 1."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _json(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _refusal(name: str, value: Any, allowed: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is {_json(value)}; allowed: {allowed}", parameter=name)
+
+
+def _boolean(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise _refusal(name, value, "true, false or null")
+    return bool(value)
+
+
+def _max_tokens(fields: Mapping[str, Any]) -> Any:
+    """max_completion_tokens is the newer name of max_tokens; two different values are an error."""
+    older, newer = fields.get("max_tokens"), fields.get("max_completion_tokens")
+    if older is not None and newer is not None and older != newer:
+        raise _refusal("max_tokens", older, f"the same as max_completion_tokens ({_json(newer)})")
+    return older if newer is None else newer
+
+
+def _model(fields: Mapping[str, Any]) -> str | None:
+    model = fields.get("model")
+    if model is not None and not isinstance(model, str):
+        raise _refusal("model", model, "a model's name (GET /v1/models lists them) or null")
+    return model
+
+
+def _include_usage(fields: Mapping[str, Any], *, stream: bool) -> bool:
+    options = fields.get("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise _refusal("stream_options", options, "null, unless stream is true")
+    if not isinstance(options, dict):
+        raise _refusal("stream_options", options, "an object")
+    for name, value in options.items():
+        if name != "include_usage" and value not in (None, False):
+            allowed = "include_usage is the one option that is supported"
+            raise _refusal(f"stream_options.{name}", value, allowed)
+    value = options.get("include_usage")
+    if value is not None and not isinstance(value, bool):
+        raise _refusal("stream_options.include_usage", value, "true or false")
+    return bool(value)
+
+
+def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if "messages" not in fields:
+        raise InvalidRequestError(
+            "messages is missing; allowed: a list of at least one message", parameter="messages"
+        )
+    messages = fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise _refusal("messages", messages, "a list of at least one message")
+    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _refusal(where, message, "an object with role and content")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise _refusal(f"{where}.role", role, ", ".join(_ROLES))
+    for name, value in message.items():
+        if name in ("role", "content"):
+            continue
+        # Clients send an assistant's message back as they got it, with its empty fields.
+        if value is not None and value != []:
+            raise _refusal(f"{where}.{name}", value, "only role and content are supported")
+    # Templates know the older name of the developer's role.
+    role = "system" if role == "developer" else role
+    return {"role": role, "content": _content(f"{where}.content", message.get("content"))}
+
+
+def _content(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise _refusal(where, content, "a string or a list of text parts")
+    return "".join(_text_part(f"{where}[{i}]", part) for i, part in enumerate(content))
+
+
+def _text_part(where: str, part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise _refusal(where, part, 'a part of type "text"')
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _refusal(f"{where}.text", text, "a string")
+    return text
+
+
+# ---------------------------------------------------------------------------- responses
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Any:
+    """OpenAI's usage object."""
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    if cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return usage
+
+
+def completion_id(request_id: str) -> str:
+    """The id that a client sees, in OpenAI's form."""
+    return f"chatcmpl-{request_id}"
+
+
+def full_response(output: RequestOutput, *, created: int, model: str) -> bytes:
+    """The body of an answer that is not streamed. Also for an unfinished one: finish_reason null.
+    ``created``: seconds since the epoch."""
+    choices = [
+        {
+            "index": one.index,
+            "message": {"role": "assistant", "content": one.text},
+            "logprobs": None,
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop_reason,
+        }
+        for one in output.outputs
+    ]
+    completion_tokens = sum(len(one.token_ids) for one in output.outputs)
+    return msgspec.json.encode(
+        {
+            "id": completion_id(output.request_id),
+            "object": "chat.completion",
+            "created": created,
+            "model": model,
+            "choices": choices,
+            "usage": usage_of(
+                len(output.prompt_token_ids), completion_tokens, output.num_cached_tokens
+            ),
+        }
+    )
+
+
+# Our errors as HTTP statuses and OpenAI's types; the first match wins.
+_ERRORS: tuple[tuple[type[TriolegError], int, str, str | None], ...] = (
+    (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
+    (InvalidRequestError, 400, "invalid_request_error", None),
+    (EngineDeadError, 503, "service_unavailable_error", "engine_dead"),
+    (ServerShutdown, 503, "service_unavailable_error", "server_shutdown"),
+    (RequestAborted, 500, "server_error", "request_aborted"),
+    (ReaderTooSlow, 500, "server_error", "reader_too_slow"),
+    (OutputError, 500, "server_error", "output_error"),
+)
+
+
+def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """An exception as an HTTP status and OpenAI's error object. Strangers are told nothing of a bug
+    but that it is one."""
+    for kind, status, type_, code in _ERRORS:
+        if isinstance(error, kind):
+            parameter = getattr(error, "parameter", None)
+            return status, {"message": str(error), "type": type_, "param": parameter, "code": code}
+    message = "the server failed to answer; its log says why"
+    return 500, {"message": message, "type": "server_error", "param": None, "code": None}
+
+
+def error_body(error: Mapping[str, Any]) -> bytes:
+    """``{"error": …}`` as JSON."""
+    return msgspec.json.encode({"error": error})
