@@ -1,0 +1,110 @@
+"""The command line: help, refusals, what is printed, and ``serve`` as a program with its signals."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from click.testing import CliRunner
+from programs import TRIOLEG, running
+
+from trioleg import cli, model_store
+
+COMMANDS = sorted(cli.commands.commands)
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(cli.commands, arguments)
+
+
+def test_the_commands() -> None:
+    assert COMMANDS == ["chat", "engine", "models", "pull", "serve"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_every_help_has_an_example(command: list[str]) -> None:
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert re.search(r"Example:\n +trioleg ", result.output)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, trioleg.cli\n"
+        "try: trioleg.cli.commands(['serve', '--help'])\n"
+        "except SystemExit: print(*{'trio', 'zmq', 'rich', 'httpx2'} & set(sys.modules), sep=':')"
+    )
+    with running(TRIOLEG[0], "-c", code) as program:
+        program.wait()
+    assert program.stdout.endswith("\n\n"), program.said()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["engine", "--handshake", "tcp://127.0.0.1:1"], "give either MODEL or --script"),
+        (["engine", "m", "--script", "s", "--handshake", "x"], "give either MODEL or --script"),
+        (["engine", "smollm2-135m"], "--handshake"),
+        (
+            ["serve", "--attach", "tcp://127.0.0.1:1", "--dtype", "float32"],
+            "--dtype is for an engine",
+        ),
+        (
+            ["serve", "--attach", "tcp://127.0.0.1:1", "--max-num-seqs", "64"],
+            "--max-num-seqs is for",
+        ),
+        (["serve", "--dtype", "int4"], "'int4' is not one of 'auto', 'float32'"),
+        (["serve", "--port", "65536"], "65536 is not in the range"),
+        (["chat", "smollm2-135m", "--url", "http://127.0.0.1:1"], "with --url use --model"),
+    ],
+)
+def test_wrong_usage_says_what_is_right(arguments: list[str], said: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pull", "gpt-9"], "'gpt-9'; known are smollm2-135m"),
+        (["models", "--path", "nowhere"], "no model 'nowhere'"),
+        (["serve", "nowhere"], "no model 'nowhere'"),
+        (["engine", "nowhere", "--handshake", "tcp://127.0.0.1:1"], "no model 'nowhere'"),
+        (["engine", "--script", "none.json", "--handshake", "tcp://127.0.0.1:1"], "none.json"),
+        (["serve", "--max-num-seqs", "0"], "max_num_seqs is 0; allowed: an integer of at least 1"),
+    ],
+)
+def test_an_error_of_ours_is_one_line(arguments: list[str], said: str) -> None:
+    with running(*TRIOLEG, *arguments) as program:
+        assert program.wait() == 1
+    assert said in program.stderr
+    assert program.stderr.startswith("trioleg: ")
+    assert program.stderr.count("\n") == 1
+    assert program.stdout == ""
+
+
+def test_models_are_listed_for_people_and_for_programs(smollm2) -> None:
+    name, state, path = invoke("models").output.rstrip("\n").split("\t")
+    assert (name, path) == (model_store.DEFAULT_MODEL, str(smollm2))
+    assert state.startswith("here, ")
+    assert invoke("models", "--path", name).output == f"{smollm2}\n"
+
+
+def test_a_pull_with_nothing_to_do_is_quiet(smollm2) -> None:
+    result = invoke("pull", model_store.DEFAULT_MODEL)
+    assert (result.exit_code, result.stderr) == (0, f"smollm2-135m is in {smollm2}\n")
+
+
+def test_a_pull_says_its_stages_once(monkeypatch) -> None:
+    def pull(name, *, progress):
+        for stage in ("wait", "download", "download", "convert"):
+            progress(stage, 1, 2)
+
+    monkeypatch.setattr(model_store, "pull", pull)
+    result = invoke("pull", "tiny")
+    assert result.stderr.splitlines()[:3] == [
+        "waiting for another pull of tiny",
+        "downloading tiny",
+        "converting tiny",
+    ]

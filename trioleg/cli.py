@@ -1,0 +1,377 @@
+"""The command line: ``trioleg serve``, ``engine``, ``chat``, ``pull``, ``models``.
+
+Rules of this file: at the top only what is light. A command imports what it runs on when it runs, so
+that ``--help`` answers at once and no command loads another's weight. stdout is for what a command was
+asked for, stderr for all else; an error of ours is one line there and exit code 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from . import model_store
+from .config import DTYPES, EngineConfig, LLMConfig, ServerConfig
+from .errors import TriolegError
+
+if TYPE_CHECKING:
+    from .engine.interface import Core
+
+__all__ = ["commands", "main"]
+
+_ENGINE = EngineConfig()
+_SERVER = ServerConfig()
+
+# As a shell has it: 128 + SIGINT. For a talk that never began; one that is left has done its work, with 0.
+_INTERRUPTED = 130
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def main() -> None:
+    """The console script's entry; leaves by ``SystemExit``."""
+    try:
+        commands(prog_name="trioleg")
+    except TriolegError as error:
+        click.echo(f"trioleg: {' '.join(str(error).split())}", err=True)
+        sys.exit(1)
+
+
+@click.group()
+@click.version_option(package_name="trioleg")
+def commands() -> None:
+    """An LLM server whose return leg, from sampled token to data: line, is a tree of Trio nurseries.
+
+    \b
+    Example:
+      trioleg serve
+    """
+
+
+def _engine_options(command: _Command) -> _Command:
+    """How the torch engine is set up; names and meanings are vLLM's."""
+    options = (
+        click.option(
+            "--dtype",
+            type=click.Choice(DTYPES),
+            default=_ENGINE.dtype,
+            show_default=True,
+            help="Number format of the weights; auto is the checkpoint's own.",
+        ),
+        click.option(
+            "--device",
+            default=_ENGINE.device,
+            show_default=True,
+            help="A torch device, such as cpu or cuda:0; auto takes a GPU if there is one.",
+        ),
+        click.option(
+            "--max-model-len",
+            type=int,
+            help="Longest prompt and answer together, in tokens; by default the model's own.",
+        ),
+        click.option(
+            "--max-num-seqs",
+            type=int,
+            default=_ENGINE.max_num_seqs,
+            show_default=True,
+            help="Requests that run at once; more wait.",
+        ),
+        click.option(
+            "--max-num-batched-tokens",
+            type=int,
+            default=_ENGINE.max_num_batched_tokens,
+            show_default=True,
+            help="Tokens of one step, chunks of prompts included.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@commands.command(short_help="Serve a model over HTTP.")
+@click.argument("model", default=model_store.DEFAULT_MODEL)
+@click.option("--host", default=_SERVER.host, show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=_SERVER.port,
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
+)
+@click.option("--served-model-name", metavar="NAME", help="The model's name in the API.")
+@_engine_options
+@click.option(
+    "--attach",
+    metavar="ADDRESS",
+    help="Wait at tcp://127.0.0.1:PORT (or ipc://PATH) for an engine that somebody else starts.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(("debug", "info", "warning", "error")),
+    default="info",
+    show_default=True,
+    help="What goes to stderr; at info, a line for each request's ending.",
+)
+@click.pass_context
+def serve(
+    context: click.Context,
+    /,
+    model: str,
+    host: str,
+    port: int,
+    served_model_name: str | None,
+    attach: str | None,
+    log_level: str,
+    **engine: Any,
+) -> None:
+    """Serve MODEL over HTTP, as OpenAI's API: a name that `trioleg models` lists (fetched if it is not
+    there yet) or a Hugging Face directory.
+
+    Prints one ready line and a curl line to try. SIGINT and SIGTERM end it in good order, with exit
+    code 0.
+
+    \b
+    Example:
+      trioleg serve smollm2-135m --port 9000
+    With an engine of vLLM's, started on its own:
+      trioleg serve ./model --attach tcp://127.0.0.1:29550
+      vllm serve ./model --headless --data-parallel-address 127.0.0.1 \\
+          --data-parallel-rpc-port 29550
+    """
+    if attach is not None:
+        _refuse_engine_options(context, engine)
+    hear = _leave_at_signals()
+    llm_config = LLMConfig(engine=EngineConfig(**engine))
+    server_config = ServerConfig(host=host, port=port, served_model_name=served_model_name)
+    _pull_if_known(model)
+
+    _log_to_stderr(log_level)
+
+    import trio
+
+    from .serving import run_server
+
+    try:
+        trio.run(run_server, model, llm_config, server_config, attach, hear)
+    finally:
+        # Python gives signals their default back while it shuts down, but not those that are ignored.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _leave_at_signals() -> Callable[[], None]:
+    """What SIGINT and SIGTERM do while no receiver of Trio's hears them.
+
+    Before it does (a model is being fetched) they end the program, in good order: exit code 0. Once
+    it has (the function returned is called then), the program is ending anyway: nothing.
+    """
+    heard = False
+
+    def hear() -> None:
+        nonlocal heard
+        heard = True
+
+    def leave(_number: int, _frame: object) -> None:
+        if not heard:
+            hear()
+            raise SystemExit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
+    return hear
+
+
+def _log_to_stderr(level: str) -> None:
+    """Our own lines from ``level`` on (each request's ending is one); of libraries only warnings."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("trioleg").setLevel(level.upper())
+
+
+def _refuse_engine_options(context: click.Context, engine: dict[str, Any]) -> None:
+    for name in engine:
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(
+                f"{option} is for an engine that we start; with --attach give it to the engine itself"
+            )
+
+
+@commands.command(short_help="Run an engine alone, for a front end in another process.")
+@click.argument("model", required=False)
+@click.option(
+    "--handshake",
+    metavar="ADDRESS",
+    required=True,
+    help="Where the front end waits for engines, such as tcp://127.0.0.1:29550.",
+)
+@click.option(
+    "--script",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Play this JSON file in place of a model: tokens, pace and faults as it says.",
+)
+@_engine_options
+@click.option("--parent-pid", type=int, hidden=True, help="End when this process has ended.")
+def engine(
+    model: str | None, handshake: str, script: Path | None, parent_pid: int | None, **settings: Any
+) -> None:
+    """Run the engine of MODEL alone, for a front end on the same engine-core wire (ours or vLLM's).
+
+    \b
+    Example:
+      trioleg engine smollm2-135m --handshake tcp://127.0.0.1:29550
+    """
+    if (model is None) == (script is None):
+        raise click.UsageError("give either MODEL or --script")
+    make_core = _scripted(script) if script else _torch(model or "", EngineConfig(**settings))
+
+    import trio
+
+    from .engine.process import run_engine
+
+    code = trio.run(functools.partial(run_engine, make_core, handshake, parent_pid=parent_pid))
+    # A model that was still loading goes on in its thread, and C++ aborts loudly if the interpreter is
+    # taken down under it. All that had to be delivered has been.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _scripted(script: Path) -> Callable[[], Core]:
+    from .engine.scripted import load_script, start_scripted_core
+
+    return functools.partial(start_scripted_core, load_script(script))
+
+
+def _torch(model: str, config: EngineConfig) -> Callable[[], Core]:
+    """Only the path is looked up now: torch and the weights load once the front end knows of us."""
+    directory = model_store.resolve(model)
+
+    def load() -> Core:
+        from .engine.core import EngineCore
+
+        return EngineCore.load(directory, config)
+
+    return load
+
+
+@commands.command(short_help="Fetch a model into the cache folder.")
+@click.argument("name")
+def pull(name: str) -> None:
+    """Fetch the model NAME into the cache folder, unless it is there.
+
+    \b
+    Example:
+      trioleg pull smollm2-135m
+    """
+    directory = _pull(name)
+    click.echo(f"{name} is in {directory}", err=True)
+
+
+def _pull_if_known(model: str) -> None:
+    if model in {known.name for known in model_store.known_models()}:
+        _pull(model)
+
+
+def _pull(name: str) -> Path:
+    from .pull_bar import PullBar
+
+    with PullBar(name) as bar:
+        return model_store.pull(name, progress=bar)
+
+
+@commands.command(short_help="List the models with names.")
+@click.option("--path", "name", metavar="NAME", help="Print only the directory of this model.")
+def models(name: str | None) -> None:
+    """List the models that can be named, and whether they are here.
+
+    \b
+    Example:
+      trioleg models --path smollm2-135m
+    """
+    if name is not None:
+        click.echo(model_store.resolve(name))
+        return
+    rows = [(one.name, _state(one), str(one.path)) for one in model_store.known_models()]
+    if sys.stdout.isatty():
+        _show_table(rows)
+    else:
+        click.echo("\n".join("\t".join(row) for row in rows))
+
+
+def _state(model: model_store.StoredModel) -> str:
+    if model.present:
+        return f"here, {model.size / 1e6:.0f} MB"
+    return f"not here, {model.download_size / 1e6:.0f} MB to fetch"
+
+
+def _show_table(rows: list[tuple[str, str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("model", "state", "directory")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+@commands.command(short_help="Talk with a model in the terminal.")
+@click.argument("model", required=False)
+@click.option(
+    "--url",
+    help="The server to talk to, with or without /v1; by default one on this machine, else a new one.",
+)
+@click.option("--model", "name", metavar="NAME", help="Which of the server's models to ask.")
+@click.option("--system", metavar="TEXT", help="The system message.")
+@click.option(
+    "--temperature",
+    type=float,
+    # Not the API's 1, at which a small model, such as our default one, strays into nonsense.
+    default=0.0,
+    show_default=True,
+    help="0 is greedy; 1 samples as the model predicts, which a small one does badly.",
+)
+@click.option(
+    "--top-p",
+    type=float,
+    help="At a temperature above 0: sample among the tokens that make up this much.",
+)
+@click.option("--max-tokens", type=int, help="Longest answer, in tokens.")
+@click.option("--seed", type=int, help="At a temperature above 0: the same seed, the same answer.")
+def chat(
+    model: str | None, url: str | None, name: str | None, system: str | None, **sampling: Any
+) -> None:
+    """Talk in the terminal: with the server at --url, else with one at http://127.0.0.1:8000 if it has
+    MODEL, else with one that is started for this talk.
+
+    Ctrl-C ends an answer (and aborts it in the engine), a second one leaves.
+
+    \b
+    Example:
+      trioleg chat --temperature 0.7
+      trioleg chat --url http://127.0.0.1:9000/v1 --system "Answer in one sentence."
+    """
+    from .chat import run
+
+    if url is not None and model is not None:
+        raise click.UsageError("MODEL is for a server that is started here; with --url use --model")
+    try:
+        went_well = run(
+            model,
+            url,
+            default_model=model_store.DEFAULT_MODEL,
+            name=name,
+            system=system,
+            sampling={key: value for key, value in sampling.items() if value is not None},
+        )
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    sys.exit(0 if went_well else 1)
