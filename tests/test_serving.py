@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from programs import TRIOLEG, Program, alive, descendants, running, wait_until
+from programs import ROOT, TRIOLEG, Program, alive, descendants, running, wait_until
 
 from trioleg import serving
 from trioleg.chat_server import find_models, own_server
@@ -163,6 +163,15 @@ def test_a_setting_that_the_model_does_not_allow_is_one_sentence(smollm2) -> Non
     with running(*TRIOLEG, "serve", "--port", "0", "--max-model-len", "99999") as server:
         assert server.wait() == 1
     assert "max_model_len is 99999; allowed: 2 to 8192" in server.stderr.splitlines()[-1]
+    assert "Traceback" not in server.stderr
+
+
+def test_a_front_end_without_torch_says_what_its_engine_needs(smollm2, tmp_path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    with running(*TRIOLEG, "serve", "--port", "0", env={"PYTHONPATH": path}) as server:
+        assert server.wait() == 1
+    assert server.stderr.rstrip().endswith("our engine needs torch: pip install 'trioleg[engine]'")
     assert "Traceback" not in server.stderr
 
 

@@ -256,8 +256,12 @@ def _torch(model: str, config: EngineConfig) -> Callable[[], Core]:
     directory = model_store.resolve(model)
 
     def load() -> Core:
-        from .engine.core import EngineCore
-
+        try:
+            from .engine.core import EngineCore
+        except ModuleNotFoundError as error:
+            raise TriolegError(
+                f"our engine needs {error.name}: pip install 'trioleg[engine]'"
+            ) from error
         return EngineCore.load(directory, config)
 
     return load
