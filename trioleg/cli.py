@@ -219,10 +219,7 @@ def _refuse_engine_options(context: click.Context, engine: dict[str, Any]) -> No
     help="Play this JSON file in place of a model: tokens, pace and faults as it says.",
 )
 @_engine_options
-@click.option("--parent-pid", type=int, hidden=True, help="End when this process has ended.")
-def engine(
-    model: str | None, handshake: str, script: Path | None, parent_pid: int | None, **settings: Any
-) -> None:
+def engine(model: str | None, handshake: str, script: Path | None, **settings: Any) -> None:
     """Run the engine of MODEL alone, for a front end on the same engine-core wire (ours or vLLM's).
 
     \b
@@ -237,7 +234,7 @@ def engine(
 
     from .engine.process import run_engine
 
-    code = trio.run(functools.partial(run_engine, make_core, handshake, parent_pid=parent_pid))
+    code = trio.run(run_engine, make_core, handshake)
     # A model that was still loading goes on in its thread, and C++ aborts loudly if the interpreter is
     # taken down under it. All that had to be delivered has been.
     sys.stdout.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from subprocess import PIPE
 
 import pytest
 import trio
@@ -18,6 +19,7 @@ from engine_harness import (
 )
 from process_helpers import open_front_end, wait_gone
 
+from trioleg.engine.process import _wait_gone
 from trioleg.engine.scripted import Fault, Script
 from trioleg.ipc.sockets import Context, ZmqSocket, close_sockets, make_socket
 from trioleg.messages import FinishReason
@@ -137,3 +139,20 @@ async def test_a_killed_front_end_leaves_no_engine_also_while_it_loads(tmp_path,
             await wait_gone(front_end.guardian_pid)
             assert not front_end.folder.exists()
             await close_sockets(context, [head], linger=0.0)
+
+
+async def test_a_process_is_watched_where_there_is_no_descriptor_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    # Neither our parent nor ended: what is watched here is any process, such as a front end.
+    process = await trio.lowlevel.open_process([sys.executable, "-c", "input()"], stdin=PIPE)
+    assert process.stdin is not None
+    async with process.stdin:
+        with trio.move_on_after(1.2) as alive:
+            await _wait_gone(process.pid)
+        assert alive.cancelled_caught
+        process.kill()
+        await process.wait()
+    with trio.fail_after(GENEROUS_S):
+        await _wait_gone(process.pid)

@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import trio
 
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 # The guardian says here who it is and whom it serves (``ipc/guardian.py``). We watch both: a guardian
 # that is stopped cannot end us when the front end is gone.
 _GUARDIAN_VARIABLE = "TRIOLEG_GUARDIAN_PIDS"
-# Where the system has no descriptor for a process (Linux has): how often we ask who our parent is.
+# Where the system has no descriptor for a process (Linux has): how often we ask whether it is there.
 _PARENT_POLL_S = 0.5
 
 
@@ -216,7 +217,7 @@ def _check_client(client_index: int, clients: int) -> None:
 
 
 async def _wait_gone(pid: int) -> None:
-    """Returns when process ``pid`` is gone; where we can only ask, it must be our parent."""
+    """Returns when process ``pid`` is gone, whoever's child it is."""
     if not hasattr(os, "pidfd_open"):
         await _poll_gone(pid)
         return
@@ -231,8 +232,9 @@ async def _wait_gone(pid: int) -> None:
         os.close(descriptor)
 
 
-async def _poll_gone(parent: int) -> None:
-    while True:
-        await trio.sleep(_PARENT_POLL_S)
-        if os.getppid() != parent:
-            return
+async def _poll_gone(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        while True:
+            await trio.sleep(_PARENT_POLL_S)
+            # Signal 0 reaches nobody; it only asks.
+            os.kill(pid, 0)
