@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from trioleg.errors import InvalidRequestError
-from trioleg.sampling_params import RequestOutputKind, SamplingParams
+from trioleg.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,18 @@ from trioleg.sampling_params import RequestOutputKind, SamplingParams
         ("skip_special_tokens", 0),
         ("stop_hold_back", "some"),
         ("output_kind", 3),
+        ("n", 0),
+        ("n", 129),
+        ("n", True),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 1.0),
+        ("detokenize", None),
+        ("spaces_between_special_tokens", "no"),
+        ("stream_interval", 0),
+        ("stream_interval", 2**31),
     ],
 )
 def test_refused_by_name_with_value_and_what_is_allowed(name: str, value: Any) -> None:
@@ -52,6 +65,40 @@ def test_refused_by_name_with_value_and_what_is_allowed(name: str, value: Any) -
         SamplingParams(**{name: value})
     assert caught.value.parameter == name
     assert str(caught.value).startswith(f"{name} is ")
+
+
+@pytest.mark.parametrize("stop", [[f"x{i}" for i in range(65)], ["x" * 2**16, "y"]])
+def test_stop_strings_have_a_bound(stop: list[str]) -> None:
+    """Each of them costs every other request a little of every step."""
+    with pytest.raises(
+        InvalidRequestError, match="allowed: at most 64 strings and 65536"
+    ) as caught:
+        SamplingParams(stop=stop)
+    assert caught.value.parameter == "stop"
+    assert len(SamplingParams(stop=stop[:1]).stop) == 1
+
+
+def test_stop_strings_need_the_text() -> None:
+    """A19."""
+    with pytest.raises(InvalidRequestError, match="detokenize is False; allowed: true where stop"):
+        SamplingParams(stop="x", detokenize=False)
+    assert SamplingParams(stop_token_ids=[3], detokenize=False).detokenize is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("task", ""), ("task", None), ("dimensions", 0), ("dimensions", 1.5), ("use_activation", 1)],
+)
+def test_pooling_parameters_are_refused_likewise(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="allowed: ") as caught:
+        PoolingParams(**{name: value})
+    assert caught.value.parameter == name
+
+
+def test_pooling_parameters_for_the_engine() -> None:
+    """An array, in vLLM's order."""
+    wire = PoolingParams(dimensions=4).for_engine()
+    assert msgspec.to_builtins(wire) == [True, 4, None, None, "embed"]
 
 
 def test_min_tokens_above_max_tokens() -> None:

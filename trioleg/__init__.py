@@ -2,13 +2,13 @@
 
 The layering, which a test enforces (arrows are imports, and run one way):
 
-    server → runtime → {ipc, output} → {messages, outputs, sampling_params, tokenizer} → {errors, config}
+    server → runtime → {ipc, output} → {messages, outputs, sampling_params, prompts} → {errors, config}
     engine → {messages, sampling_params, ipc}
-    model_store → gguf_convert;  tokenizer → chat_template
+    model_store → gguf_convert;  prompts → tokenizer → {chat_template, token_pieces}
+    offline → {engine, output};  batch_files → {errors, config}
 
-``testing`` and the programs (``cli``, ``serving``, ``chat``, ``chat_server``, ``pull_bar``) may import
-anything; nothing imports ``cli``. The public names are
-resolved on first use, so that a process that wants one part (the engine, say) loads only that part.
+``testing`` and the programs (``cli``, ``serving``, ``batch``, ``chat``, ``chat_server``, ``pull_bar``, ``trace``,
+``trace_table``) may import anything; nothing imports ``cli``. The public names are resolved on first use, so that a process that wants one part (the engine, say) loads only that part.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import offline
     from .config import EngineConfig, LLMConfig, ServerConfig
     from .errors import (
         EngineDeadError,
@@ -30,12 +31,27 @@ if TYPE_CHECKING:
         ServerShutdown,
         TriolegError,
     )
-    from .outputs import CompletionOutput, Ending, EndingKind, RequestOutput
+    from .outputs import (
+        CompletionOutput,
+        Ending,
+        EndingKind,
+        Logprob,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestMetrics,
+        RequestOutput,
+    )
     from .runtime.llm import LLM, open_llm
     from .runtime.request_stream import RequestStream
-    from .sampling_params import RequestOutputKind, SamplingParams, StopHoldBack
+    from .sampling_params import (
+        PoolingParams,
+        RequestOutputKind,
+        SamplingParams,
+        StopHoldBack,
+    )
     from .server.app import create_app
     from .server.serve import serve
+    from .tokenizer import Tokenizer
 
 _HOMES = {
     "config": ("EngineConfig", "LLMConfig", "ServerConfig"),
@@ -51,13 +67,25 @@ _HOMES = {
         "ServerShutdown",
         "TriolegError",
     ),
-    "outputs": ("CompletionOutput", "Ending", "EndingKind", "RequestOutput"),
+    "outputs": (
+        "CompletionOutput",
+        "Ending",
+        "EndingKind",
+        "Logprob",
+        "PoolingOutput",
+        "PoolingRequestOutput",
+        "RequestMetrics",
+        "RequestOutput",
+    ),
     "runtime.llm": ("LLM", "open_llm"),
     "runtime.request_stream": ("RequestStream",),
-    "sampling_params": ("RequestOutputKind", "SamplingParams", "StopHoldBack"),
+    "sampling_params": ("PoolingParams", "RequestOutputKind", "SamplingParams", "StopHoldBack"),
     "server.app": ("create_app",),
+    "tokenizer": ("Tokenizer",),
     "server.serve": ("serve",),
 }
+# Used by their own names: ``trioleg.offline.generate``.
+_MODULES = ("offline",)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -70,11 +98,16 @@ __all__ = [
     "EngineStartError",
     "InvalidRequestError",
     "LLMConfig",
+    "Logprob",
     "ModelStoreError",
     "OutputError",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "ReaderTooSlow",
     "RequestAborted",
     "RequestEnded",
+    "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "RequestStream",
@@ -82,14 +115,18 @@ __all__ = [
     "ServerConfig",
     "ServerShutdown",
     "StopHoldBack",
+    "Tokenizer",
     "TriolegError",
     "create_app",
+    "offline",
     "open_llm",
     "serve",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)

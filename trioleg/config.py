@@ -5,12 +5,17 @@ Rules of this file: frozen values, imports only ``errors``. Durations are second
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 
 from .errors import InvalidRequestError
 
-__all__ = ["DTYPES", "EngineConfig", "LLMConfig", "ServerConfig"]
+__all__ = ["DETOKENIZERS", "DTYPES", "EngineConfig", "LLMConfig", "ServerConfig"]
+
+# Two implementations of one contract: "fast" decodes in the tokenizers library, "readable" step by step
+# in Python, with offsets that a debugger can show.
+DETOKENIZERS = ("fast", "readable")
 
 # "auto" is the checkpoint's own dtype.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -74,6 +79,10 @@ class LLMConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     # Outputs processed between two checkpoints of the reader.
     output_chunk_size: int = field(default_factory=_chunk_size)
+    # Which detokenizer: see DETOKENIZERS.
+    detokenizer: str = "fast"
+    # Outputs are handed over every that many tokens at most; a request may ask for fewer outputs.
+    stream_interval: int = 1
     # Unread output of one request, text and ids. 100,000 tokens are about 4 MB: a reader that far
     # behind is not coming back.
     mailbox_max_bytes: int = 16 * 2**20
@@ -83,6 +92,18 @@ class LLMConfig:
     unreachable_timeout: float = 1.0
     # How long an engine that was asked to leave may take before it is killed.
     engine_stop_timeout: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.detokenizer not in DETOKENIZERS:
+            raise InvalidRequestError(
+                f"detokenizer is {self.detokenizer!r}; allowed: {', '.join(DETOKENIZERS)}",
+                parameter="detokenizer",
+            )
+        if self.stream_interval < 1:
+            raise InvalidRequestError(
+                f"stream_interval is {self.stream_interval}; allowed: an integer of at least 1",
+                parameter="stream_interval",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,3 +124,15 @@ class ServerConfig:
     engine_death_linger: float = 10.0
     # A chat request with 100,000 tokens of text is about 0.5 MB.
     max_body_bytes: int = 16 * 2**20
+    # A comment after so much silence of a stream, while it waits in a queue, say; None: none. Proxies
+    # cut connections that are silent for 30 to 60 s. The first comment sends the 200: what fails
+    # behind it is told by an error event, no longer by a status.
+    sse_keep_alive_interval: float | None = None
+
+    def __post_init__(self) -> None:
+        interval = self.sse_keep_alive_interval
+        if interval is not None and not 0 < interval < math.inf:
+            raise InvalidRequestError(
+                f"sse_keep_alive_interval is {interval}; allowed: seconds above 0, or None",
+                parameter="sse_keep_alive_interval",
+            )

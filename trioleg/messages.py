@@ -18,6 +18,7 @@ import msgspec
 
 __all__ = [
     "ENGINE_CORE_DEAD",
+    "ArrayData",
     "EngineCoreEvent",
     "EngineCoreOutput",
     "EngineCoreOutputs",
@@ -25,10 +26,14 @@ __all__ = [
     "EngineCoreRequestType",
     "EngineHandshakeInit",
     "EngineHandshakeStatus",
+    "EnginePoolingParams",
     "EngineReadyResponse",
     "EngineSamplingParams",
     "FinishReason",
     "HandshakeAddresses",
+    "LogprobsLists",
+    "LogprobsTensors",
+    "NdArray",
     "PrefillStats",
     "SchedulerStats",
     "UtilityOutput",
@@ -104,6 +109,20 @@ class EngineSamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     )
 
 
+class EnginePoolingParams(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The part of vLLM's PoolingParams that we use: an array on the wire, unlike SamplingParams.
+
+    ``task`` is "embed", "classify" or another one that the engine's get_supported_tasks names. The head
+    fills in what is left open: an engine would take ``use_activation`` None for no.
+    """
+
+    use_activation: bool | None = None
+    dimensions: int | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    task: str | None = None
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """ADD: one request, as an engine takes it. Nine elements are enough on the wire."""
 
@@ -111,7 +130,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     prompt_token_ids: list[int] | None
     mm_features: Any
     sampling_params: EngineSamplingParams | None
-    pooling_params: Any
+    pooling_params: EnginePoolingParams | None
     arrival_time: float
     lora_request: Any
     cache_salt: str | None
@@ -122,6 +141,53 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     client_index: int = 0
     current_wave: int = 0
     priority: int = 0
+
+
+class ArrayData:
+    """The bytes of an array that is about to be sent. ``ipc/codec.py`` decides whether they travel
+    inside the body or in a frame of their own; whoever made ``buffer`` may not change it any more."""
+
+    __slots__ = ("buffer",)
+
+    def __init__(self, buffer: bytes | bytearray | memoryview) -> None:
+        self.buffer = buffer
+
+
+class NdArray(msgspec.Struct, array_like=True):
+    """An array or tensor. ``dtype`` as numpy spells it ("<i4") or as torch does ("float32").
+
+    ``data``: the elements in C order, as bytes; or, after decoding, the number of the message's frame
+    that holds them (the body is frame 0); or ``ArrayData``, to be encoded.
+    """
+
+    dtype: str
+    shape: list[int]
+    data: Any
+
+
+class LogprobsLists(msgspec.Struct, array_like=True):
+    """Logprobs of the n tokens of one output, each with k alternatives.
+
+    ``token_ids`` int32 and ``logprobs`` float32, both [n, k + 1]: column 0 is the sampled token, then
+    come the k most probable ones in order (the sampled one again, if it is among them). ``ranks``
+    int64 [n]: the sampled token's rank, from 1. The fourth is vLLM's own business.
+    """
+
+    token_ids: NdArray
+    logprobs: NdArray
+    ranks: NdArray
+    cu_num_generated_tokens: Any = None
+
+
+class LogprobsTensors(msgspec.Struct, array_like=True):
+    """Logprobs of a prompt of P tokens: as ``LogprobsLists``, with P - 1 rows and int32 ranks, in
+    torch's spelling. Row i is about prompt token i + 1. The last two are vLLM's own business."""
+
+    token_ids: NdArray
+    logprobs: NdArray
+    ranks: NdArray
+    cu_num_generated_tokens: Any = None
+    extra: Any = None
 
 
 class PrefillStats(msgspec.Struct, kw_only=True):
@@ -147,7 +213,11 @@ class EngineCoreEvent(msgspec.Struct):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True):
-    """What one step made for one request."""
+    """What one step made for one request.
+
+    The arrays (``LogprobsLists``, ``LogprobsTensors``, an ``NdArray``) are typed ``Any``: one that is
+    malformed is its own request's fault, found where it is read, and must not spoil the message.
+    """
 
     request_id: str
     new_token_ids: list[int]

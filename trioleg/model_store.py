@@ -128,9 +128,10 @@ def known_models() -> list[StoredModel]:
     return [_stored(name) for name in sorted(_SOURCES)]
 
 
-def resolve(name: str) -> Path:
+def resolve(name: str, *, weights: bool = True) -> Path:
     """The Hugging Face directory of ``name``: a known model that has been pulled, or a local directory.
 
+    ``weights`` False: somebody else's engine has them, and a directory of your own need not.
     A known name wins over a directory of the same name ("./NAME" means the directory). Fetches
     nothing. Raises ``ModelStoreError`` that says what is missing and what to do about it.
     """
@@ -148,7 +149,7 @@ def resolve(name: str) -> Path:
     for file in ("config.json", "tokenizer.json"):
         if not (directory / file).is_file():
             raise ModelStoreError(f"{directory} is no Hugging Face directory: it has no {file}")
-    if not any((directory / file).is_file() for file in _WEIGHTS):
+    if weights and not any((directory / file).is_file() for file in _WEIGHTS):
         raise ModelStoreError(f"{directory} has no weights: neither {' nor '.join(_WEIGHTS)}")
     return directory
 

@@ -6,10 +6,12 @@ Rules of this file: plain data, imported by every layer above, importing only ``
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from .errors import (
     EngineDeadError,
+    InvalidRequestError,
     OutputError,
     ReaderTooSlow,
     RequestAborted,
@@ -17,7 +19,37 @@ from .errors import (
     ServerShutdown,
 )
 
-__all__ = ["CompletionOutput", "Ending", "EndingKind", "RequestOutput"]
+__all__ = [
+    "CompletionOutput",
+    "Ending",
+    "EndingKind",
+    "Logprob",
+    "LogprobsOfToken",
+    "PoolingOutput",
+    "PoolingRequestOutput",
+    "RequestMetrics",
+    "RequestOutput",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How probable one token was at one place.
+
+    ``logprob``: natural logarithm, -inf for a token that was ruled out, never NaN. ``rank``: from 1;
+    None where the engine does not say. ``token_bytes``: what the token stands for, which may be a
+    part of a character only; ``decoded_token``: the same as text, where bytes that are no character
+    by themselves are spelled ``\\xf0``.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+    token_bytes: bytes
+
+
+# By token id: the chosen token first, then the most probable others.
+LogprobsOfToken: TypeAlias = dict[int, Logprob]
 
 
 @dataclass(slots=True)
@@ -27,7 +59,9 @@ class CompletionOutput:
     ``finish_reason`` is None until the choice is finished, then "stop", "length", "abort" or
     "repetition". ``stop_reason`` is the matched stop string or the id of the stop token, None for the
     end-of-sequence token and for every other reason. ``token_ids`` counts every token that the
-    engine sampled, those included whose text is hidden (stop tokens) or held back.
+    engine sampled, those included whose text is hidden (stop tokens) or held back. ``logprobs``, if
+    asked for, has one entry for each of them; ``cumulative_logprob`` is the sum over all tokens of the
+    choice so far, whatever the output kind.
     """
 
     index: int
@@ -35,11 +69,38 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[LogprobsOfToken] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Where the time of a finished request went, in seconds; None where it cannot be known.
+
+    ``queue`` and ``prefill`` are by the engine's clock (queued to scheduled, scheduled to the first
+    token), ``time_to_first_token`` and ``end_to_end`` by ours, from the request's arrival;
+    ``inter_token`` is the mean between the first and the last token, by the engine's clock.
+    For n > 1, of the choice that finished last.
+    """
+
+    queue: float | None
+    prefill: float | None
+    time_to_first_token: float | None
+    inter_token: float | None
+    end_to_end: float | None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What has come for one request since the last read (or in all, by output kind)."""
+    """What has come for one request since the last read (or in all, by output kind).
+
+    ``prompt_logprobs``, if asked for, come once, with the first output (and with each one that is
+    cumulative or final): an entry for each token of the prompt, None for the first, which nothing
+    predicts. ``metrics`` come with the last output.
+
+    ``error`` is only set in batch use (``trioleg.offline``), where a request that fails must not raise
+    into its neighbours' results: then there are no ``outputs``. A stream raises it.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -47,6 +108,29 @@ class RequestOutput:
     finished: bool
     # Tokens of the prompt that came from the engine's prefix cache; None until known.
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[LogprobsOfToken | None] | None = None
+    metrics: RequestMetrics | None = None
+    error: InvalidRequestError | RequestEnded | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """What a pooling model made of a prompt: ``data`` in C order, in the form ``shape``."""
+
+    data: list[float]
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """The one output of a pooling request."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    finished: bool = True
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None
 
 
 class EndingKind(enum.StrEnum):
@@ -72,29 +156,17 @@ _ERRORS: dict[EndingKind, type[RequestEnded]] = {
     EndingKind.SHUTDOWN: ServerShutdown,
 }
 
-# After these the engine has nothing left of the request, so there is nothing to abort.
-_ENGINE_IS_DONE = frozenset(
-    {EndingKind.STOP, EndingKind.LENGTH, EndingKind.REPETITION, EndingKind.ENGINE_DEAD}
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Why a request ended: decided once, by whoever came first (``RequestStream.end``).
 
     ``cause`` is a sentence for people; ``engine`` the rank that had the request, where known.
-    ``engine_finished`` says that the engine itself reported the request's end, so that no ABORT is due.
     """
 
     kind: EndingKind
     cause: str = ""
     engine: int | None = None
-    engine_finished: bool = field(default=False)
-
-    @property
-    def needs_abort(self) -> bool:
-        """True if the engine may still have the request."""
-        return not (self.engine_finished or self.kind in _ENGINE_IS_DONE)
 
     def error(self) -> RequestEnded | None:
         """A fresh exception for the reader; None after an ending that is not an error.

@@ -1,7 +1,7 @@
 """What the front end knows of a model: its tokenizer, chat template, end tokens and limits.
 
-Rules of this file: pure and synchronous; imports only ``errors`` and ``chat_template``. It reads the JSON
-files of a Hugging Face directory, never the weights.
+Rules of this file: pure and synchronous; imports only ``errors``, ``chat_template`` and
+``token_pieces``. It reads the JSON files of a Hugging Face directory, never the weights.
 
 Everything is read once, by ``Tokenizer.from_directory``; a value that a later hop would trip over is
 refused there, with the file's name. After that an object does not change, and threads may share it.
@@ -20,6 +20,7 @@ import tokenizers
 
 from .chat_template import ChatTemplate
 from .errors import InvalidRequestError, ModelStoreError
+from .token_pieces import TokenPieces
 
 __all__ = ["Tokenizer"]
 
@@ -47,7 +48,7 @@ class Tokenizer:
     with byte fallback (their entries are never shorter than the text they stand for), added tokens
     included. It does not for vocabularies with an unknown token, which can swallow a whole word, nor
     for characters that a vocabulary leaves out (in SmolLM2's, a few control characters).
-    added_token_ids: tokens that are found in the text before the vocabulary is used on it.
+    pieces: what each token stands for by itself, and which tokens are added or special.
     """
 
     backend: tokenizers.Tokenizer
@@ -58,7 +59,10 @@ class Tokenizer:
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_chars_per_token: int
     chat_template: ChatTemplate | None = None
-    added_token_ids: frozenset[int] = frozenset()
+    pieces: TokenPieces = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pieces", TokenPieces(self.backend))
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
@@ -88,7 +92,6 @@ class Tokenizer:
             max_model_len=_positive(config, "max_position_embeddings", config_file),
             generation_defaults=_generation_defaults(generation, generation_file),
             max_chars_per_token=max(map(len, backend.get_vocab()), default=1),
-            added_token_ids=frozenset(backend.get_added_tokens_decoder()),
             chat_template=ChatTemplate.from_directory(path, tokenizer_config),
         )
 
@@ -106,10 +109,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids`` as a whole; ids that the tokenizer does not know have none."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def is_added_token(self, token_id: int) -> bool:
-        """True for tokens that stand beside the vocabulary proper; special ones are among them."""
-        return token_id in self.added_token_ids
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
