@@ -187,7 +187,8 @@ BAD: list[dict[str, Any]] = [
     {"top_p": 0.0},
     {"seed": 2**63},
     {"min_p": 0.5},
-    {"logprobs": 1},
+    {"logprobs": -1},
+    {"prompt_logprobs": 21},
     {"structured_outputs": {"json": "{}"}},
 ]
 

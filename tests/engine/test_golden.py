@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_helpers import run_to_the_end, wire_request
+from wire_arrays import read_rows
 
 from trioleg.config import EngineConfig
 from trioleg.engine.core import EngineCore
@@ -58,6 +59,21 @@ def test_one_at_a_time(smollm2: Path) -> None:
     for index in range(len(CASES)):
         add(core, index)
         check(index, run_to_the_end(core)[str(index)].token_ids)
+
+
+def test_the_five_most_probable_tokens_of_the_first_steps(smollm2: Path) -> None:
+    core = load(smollm2, "float32", 1024)
+    for index, case in enumerate(CASES):
+        params = {"max_tokens": 4, "logprobs": 5}
+        core.add_request(wire_request(str(index), case["prompt_token_ids"], **params))
+    results = run_to_the_end(core)
+    for index, case in enumerate(CASES):
+        steps = zip(results[str(index)].outputs, case["top5_logprobs_first_4_steps"], strict=True)
+        for output, right in steps:
+            ((ids, logprobs, rank),) = read_rows(output.new_logprobs)
+            assert (ids[0], logprobs[0], rank) == (ids[1], logprobs[1], 1)
+            assert ids[1:] == [token_id for token_id, _ in right]
+            assert logprobs[1:] == pytest.approx([value for _, value in right], abs=1e-3)
 
 
 def test_the_default_dtype_knows_the_capital_of_france(smollm2: Path) -> None:

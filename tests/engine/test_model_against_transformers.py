@@ -67,11 +67,11 @@ def all_logits(
         scheduler.add(Request.from_wire(wire, vocab_size=VOCAB))
     while scheduler.requests:
         schedule = scheduler.schedule()
-        sampling, logits = runner.forward(schedule)
+        requests, logits = runner.forward(schedule)
         for chunk in schedule.chunks:
             chunk.request.num_computed_tokens = chunk.end
-        for chunk, row in zip(sampling, logits, strict=True):
-            request, sequence = chunk.request, sequences[int(chunk.request.request_id)]
+        for request, row in zip(requests, logits, strict=True):
+            sequence = sequences[int(request.request_id)]
             rows.setdefault(request.request_id, []).append(row)
             if request.num_tokens < len(sequence):
                 request.append(sequence[request.num_tokens], max_model_len=1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 import trio
 import zmq
 from process_helpers import wait_until
+from wire_arrays import read_array
 
 from trioleg.engine.output_sender import OutputSender
 from trioleg.ipc.codec import decode_outputs, encode
 from trioleg.ipc.launch import private_ipc_dir
 from trioleg.ipc.sockets import Context, ZmqSocket, close_sockets, make_socket
-from trioleg.messages import EngineCoreOutput, EngineCoreOutputs
+from trioleg.messages import ArrayData, EngineCoreOutput, EngineCoreOutputs, NdArray
 
 GENEROUS_S = 30.0
 
@@ -101,6 +103,58 @@ async def test_a_buffer_in_flight_is_never_written_to(size: int) -> None:
         after = sender.statistics()
         assert after.bytes_in_flight == (0,)
         assert after.spare_buffers == 2
+
+
+def pooled(number: int, *sizes: int) -> EngineCoreOutputs:
+    """A message with arrays, of these sizes, that are told from any other's."""
+    message = EngineCoreOutputs(outputs=[], timestamp=1.0)
+    for size in sizes:
+        data = ArrayData(memoryview(array("i", [number] * size)))
+        vector = NdArray("int32", [size], data)
+        message.outputs.append(EngineCoreOutput(f"r{number}", [], pooling_output=vector))
+    return message
+
+
+async def test_arrays_are_in_flight_with_their_message_and_count() -> None:
+    sizes = (100, 20_000, 64)
+    async with open_clients(1, listening=False) as clients:
+        sender = OutputSender(clients.pushes, on_client_behind=lambda _: None)
+        for number in range(20):
+            sender.hand_on(0, pooled(number, *sizes))
+        sender.finish()
+        with trio.fail_after(GENEROUS_S):
+            await sender.run()
+            before = sender.statistics()
+            assert (before.in_flight, before.made_buffers) == ((20,), 20)
+            bodies = before.bytes_in_flight[0] - 20 * 4 * sum(sizes)
+            assert 20 * 30 < bodies < 20 * 300
+            clients.listen()
+            for number in range(20):
+                frames = await clients.pulls[0].recv_multipart()
+                assert len(frames) == 1 + len(sizes)
+                read = [
+                    read_array(o.pooling_output, frames) for o in decode_outputs(frames).outputs
+                ]
+                assert read == [[number] * size for size in sizes]
+            await wait_until(lambda: sender.statistics().in_flight == (0,))
+        after = sender.statistics()
+        # Bodies are used again, arrays never: the spare ones are no larger than a body.
+        assert (after.bytes_in_flight, after.spare_buffers) == ((0,), 2)
+        assert all(len(spare) < 300 for spare in sender._spare)
+
+
+async def test_arrays_count_for_a_client_that_is_away() -> None:
+    behind: list[int] = []
+    async with open_clients(1, listening=False) as clients:
+        sender = OutputSender(
+            clients.pushes, on_client_behind=behind.append, max_bytes_in_flight=5_000
+        )
+        for number in range(3):
+            sender.hand_on(0, pooled(number, 1_000))
+        sender.finish()
+        with trio.fail_after(GENEROUS_S):
+            await sender.run()
+    assert behind == [0, 0]
 
 
 async def test_buffers_are_used_again() -> None:

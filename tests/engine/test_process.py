@@ -101,12 +101,12 @@ async def test_a_bad_request_is_answered_and_its_neighbours_go_on(tmp_path) -> N
         head.send_raw(b"\x00", pack(undecodable))
         head.add("long", prompt=[1] * 2048)
         head.add("empty", prompt=[])
-        head.add("scored", logprobs=3)
+        head.add("scored", logprobs=-1)
         refused = {
             "hot": "Expected `float`, got `str`",
-            "long": "prompt_token_ids has 2048 tokens; allowed: 1 to 2047",
+            "long": "prompt_token_ids is 2048 tokens long; allowed: 1 to 2047",
             "empty": "prompt_token_ids",
-            "scored": "logprobs is set",
+            "scored": "logprobs is -1; allowed: 0 to 20, or None",
         }
         await head.receive_until_finished([*refused, "good0", "good1", "good2"])
         for name, why in refused.items():

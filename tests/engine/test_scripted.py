@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from engine_harness import make_request
+from wire_arrays import read_array, read_rows
 
 from trioleg.engine.scripted import Fault, Script, ScriptedCore, load_script, start_scripted_core
 from trioleg.errors import InvalidRequestError
-from trioleg.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from trioleg.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EnginePoolingParams,
+    FinishReason,
+)
 
 
 class Bench:
@@ -162,7 +169,9 @@ def test_faults_strike_at_their_step() -> None:
     [
         ({"prompt": []}, "prompt_token_ids"),
         ({"prompt": [1] * 2048}, "prompt_token_ids"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
@@ -181,6 +190,7 @@ def test_what_it_cannot_serve_is_named(params: dict[str, object], parameter: str
         ('{"token_ids": [1], "step_interval_s": -1}', "step_interval_s is -1"),
         ('{"token_ids": [1], "faults": [{"after_steps": 1, "how": "melt"}]}', "melt"),
         ('{"token_ids": ["a"]}', "Expected `int`"),
+        ('{"token_ids": [1], "odd_logprobs": {"1": "odd"}}', "odd"),
         ("{", "truncated"),
     ],
 )
@@ -207,3 +217,104 @@ def test_a_script_is_read_and_started(tmp_path: Path) -> None:
     assert (ready.max_model_len, ready.block_size, ready.num_gpu_blocks) == (64, 8, 16)
     with pytest.raises(RuntimeError, match="broken"):
         start_scripted_core(Script(token_ids=[1], load_error="broken"))
+
+
+def test_logprobs_are_made_of_the_ids() -> None:
+    bench = Bench(token_ids=[7, 0, 2], tokens_per_step=2)
+    bench.add("r", max_tokens=3, logprobs=3)
+    first, last = bench.run("r")
+    assert read_rows(first.new_logprobs) == [
+        ([7, 6, 7, 5], [-2.0, -1.0, -2.0, -3.0], 2),
+        ([0, 0, 1, 2], [-1.0, -1.0, -2.0, -3.0], 1),
+    ]
+    assert read_rows(last.new_logprobs) == [([2, 1, 0, 2], [-3.0, -1.0, -2.0, -3.0], 3)]
+
+
+def test_prompt_logprobs_come_once_with_the_first_token() -> None:
+    bench = Bench(token_ids=[], steps=[[], [4], [5]])
+    bench.add("r", prompt=[9, 8, 7], prompt_logprobs=0)
+    bench.add("one", prompt=[9], prompt_logprobs=4, logprobs=0)
+    bench.add("silent")
+    by_step = [{o.request_id: o for o in bench.step().outputs} for _ in range(3)]
+    prompts = [step["r"].new_prompt_logprobs_tensors for step in by_step]
+    assert [one is None for one in prompts] == [True, False, True]
+    assert read_rows(prompts[1]) == [([8], [-3.0], 3), ([7], [-2.0], 2)]
+    assert by_step[1]["one"].new_prompt_logprobs_tensors.logprobs.shape == [0, 5]
+    assert [step["one"].new_logprobs is None for step in by_step] == [True, False, False]
+    assert [step["r"].new_logprobs for step in by_step] == [None] * 3
+    assert [step["silent"].new_prompt_logprobs_tensors for step in by_step] == [None] * 3
+
+
+def test_odd_logprobs() -> None:
+    bench = Bench(token_ids=[7, 3], odd_logprobs={7: "nan", 6: "-inf", 3: "inf"})
+    bench.add("r", max_tokens=2, logprobs=2)
+    first, last = (read_rows(output.new_logprobs)[0] for output in bench.run("r"))
+    assert first[0] == [7, 6, 7]
+    assert math.isnan(first[1][0])
+    assert first[1][1] == -math.inf
+    assert math.isnan(first[1][2])
+    assert last == ([3, 3, 2], [math.inf, math.inf, -2.0], 1)
+
+
+@pytest.mark.parametrize("token_id", [2**40, -(2**40), -1])
+def test_an_absurd_token_has_logprobs_all_the_same(token_id: int) -> None:
+    bench = Bench(faults=[Fault(after_steps=0, how="bad_token_id", token_id=token_id)])
+    bench.add("r", max_tokens=1, logprobs=20)
+    (output,) = bench.run("r")
+    assert output.new_token_ids == [token_id]
+    assert len(read_rows(output.new_logprobs)[0][0]) == 21
+
+
+def add_pooling(bench: Bench, request_id: str, prompt: list[int], **params: object) -> None:
+    request = make_request(request_id, prompt=prompt)
+    request.sampling_params = None
+    request.pooling_params = EnginePoolingParams(**({"task": "embed"} | params))  # type: ignore[arg-type]
+    bench.core.add_request(request)
+
+
+def test_a_pooling_request_has_one_output() -> None:
+    bench = Bench(pooling=[0.5, -1.0, 2.0], max_model_len=16, prefill_chunks=1)
+    assert bench.core.call_utility("get_supported_tasks", []) == ["generate", "embed"]
+    add_pooling(bench, "whole", [5] * 16)
+    add_pooling(bench, "short", [5], dimensions=2, use_activation=False)
+    bench.add("text", max_tokens=1)
+    assert bench.step().outputs == []
+    message = bench.step()
+    by_id = {output.request_id: output for output in message.outputs}
+    whole = by_id["whole"]
+    assert (whole.new_token_ids, whole.finish_reason) == ([], FinishReason.STOP)
+    assert whole.pooling_output.dtype == "float32"
+    assert read_array(whole.pooling_output) == [0.5, -1.0, 2.0]
+    assert read_array(by_id["short"].pooling_output) == [0.5, -1.0]
+    assert whole.prefill_stats is not None
+    assert whole.prefill_stats.num_prompt_tokens == 16
+    assert (by_id["text"].new_token_ids, by_id["text"].pooling_output) == ([1], None)
+    assert message.scheduler_stats is not None
+    assert message.scheduler_stats.kv_cache_usage == 0.0
+    assert bench.core.wait_s() is None
+
+
+@pytest.mark.parametrize(
+    ("params", "parameter"),
+    [
+        ({"prompt": [5] * 17}, "prompt_token_ids"),
+        ({"task": "classify"}, "task"),
+        ({"dimensions": 3}, "dimensions"),
+    ],
+)
+def test_a_pooling_request_that_cannot_be_served(params: dict[str, object], parameter: str) -> None:
+    bench = Bench(pooling=[0.5, 1.0], max_model_len=16)
+    with pytest.raises(InvalidRequestError) as caught:
+        add_pooling(bench, "r", **({"prompt": [5]} | params))  # type: ignore[arg-type]
+    assert caught.value.parameter == parameter
+
+
+def test_without_a_vector_no_pooling() -> None:
+    bench = Bench()
+    assert bench.core.call_utility("get_supported_tasks", []) == ["generate"]
+    with pytest.raises(InvalidRequestError, match=r"pooling_params is .*; allowed: None"):
+        add_pooling(bench, "r", [5])
+    both = make_request("both")
+    both.pooling_params = EnginePoolingParams(task="embed")
+    with pytest.raises(InvalidRequestError, match="one of sampling_params and pooling_params"):
+        bench.core.add_request(both)

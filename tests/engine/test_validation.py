@@ -36,8 +36,10 @@ LIMITS = Limits(vocab_size=100, max_model_len=32, cache_tokens=24)
         ({"presence_penalty": 0.5}, "presence_penalty is 0.5"),
         ({"frequency_penalty": -0.5}, "frequency_penalty is -0.5"),
         ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1; allowed: 1.0 only"),
-        ({"logprobs": 0}, "logprobs is 0; allowed: None only"),
-        ({"prompt_logprobs": 3}, "prompt_logprobs is 3"),
+        ({"logprobs": -1}, "logprobs is -1; allowed: 0 to 20, or None"),
+        ({"logprobs": 21}, "logprobs is 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs is -1; allowed: 0 to 20, or None"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids is [1]"),
         ({"logit_bias": {1: 2.0}}, "logit_bias is {1: 2.0}"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids is [1]"),
@@ -61,6 +63,7 @@ def test_every_parameter_is_checked_or_used() -> None:
     # A field that joins the wire struct must be honoured or refused here, never ignored.
     used = {"temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos"}
     used |= {"stop_token_ids", "eos_token_id", "all_stop_token_ids"}
+    used |= {"logprobs", "prompt_logprobs"}
     for name in set(EngineSamplingParams.__struct_fields__) - used:
         with pytest.raises(InvalidRequestError, match=name):
             check_request(wire_request("r", [1], **{name: object()}), LIMITS)
@@ -114,6 +117,7 @@ def test_a_long_value_is_cut_in_the_message() -> None:
     [
         {},
         {"temperature": 2.0, "top_p": 1.0, "top_k": -1, "seed": -(2**63)},
+        {"logprobs": 0, "prompt_logprobs": 20},
         {"top_k": 10**9, "seed": 2**63 - 1, "min_tokens": 8, "max_tokens": 8},
         {"stop_token_ids": [5, 10**6], "logit_bias": {}, "watermarking": False},
     ],
@@ -125,3 +129,10 @@ def test_what_is_allowed(params: dict[str, Any]) -> None:
 def test_the_shortest_request_of_the_wire() -> None:
     body = msgspec.msgpack.encode(["r", [1], None, {}, None, 0.0, None, "salt", 3])
     check_request(msgspec.msgpack.decode(body, type=EngineCoreRequest), LIMITS)
+
+
+def test_no_more_logprobs_than_the_model_has_tokens() -> None:
+    small = Limits(vocab_size=10, max_model_len=32, cache_tokens=24)
+    check_request(wire_request("r", [1], logprobs=10), small)
+    with pytest.raises(InvalidRequestError, match="logprobs is 11; allowed: 0 to 10, or None"):
+        check_request(wire_request("r", [1], logprobs=11), small)

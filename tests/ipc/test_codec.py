@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
+from array import array
 
 import msgspec
 import pytest
+from wire_arrays import read_array, read_rows
 
 from trioleg.errors import WireError
 from trioleg.ipc.codec import (
@@ -23,11 +25,15 @@ from trioleg.ipc.codec import (
 )
 from trioleg.messages import (
     ENGINE_CORE_DEAD,
+    ArrayData,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineSamplingParams,
     FinishReason,
+    LogprobsLists,
+    LogprobsTensors,
+    NdArray,
 )
 
 pack = msgspec.msgpack.encode
@@ -215,3 +221,62 @@ def test_a_buffer_is_used_again_unless_it_is_held() -> None:
     assert decode_outputs([bytes(buffer)]) == short
     with memoryview(buffer), pytest.raises(BufferError):
         encoder.encode_into(long, buffer)
+
+
+def floats(count: int) -> NdArray:
+    return NdArray("float32", [count], ArrayData(memoryview(array("f", range(count)))))
+
+
+def encode_pooled(*counts: int) -> list[bytes]:
+    """The frames of a message with an array of that many floats in each of its outputs."""
+    outputs = [EngineCoreOutput(f"r{i}", [], pooling_output=floats(i)) for i in counts]
+    frames = OutputEncoder().encode_into(EngineCoreOutputs(outputs=outputs), bytearray())
+    return [bytes(frame) for frame in frames]
+
+
+def test_small_arrays_stay_in_the_body_and_large_ones_get_frames_of_their_own() -> None:
+    frames = encode_pooled(63, 64, 0, 1000)
+    assert [len(frame) for frame in frames[1:]] == [256, 4000]
+    raw = msgspec.msgpack.decode(frames[0])
+    small, first, empty, second = (output[4] for output in raw[1])
+    assert (small[2].code, len(small[2].data)) == (3, 252)
+    assert (first[2], second[2]) == (1, 2)
+    assert (empty[1], empty[2].data) == ([0], b"")
+    decoded = decode_outputs(frames)
+    for output, count in zip(decoded.outputs, (63, 64, 0, 1000), strict=True):
+        assert read_array(output.pooling_output, frames) == list(range(count))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_logprobs_there_and_back(rows: int) -> None:
+    def arrays(ids: str, logprobs: str, ranks: str, code: str) -> list[NdArray]:
+        values = array("i", range(3 * rows)), array("f", range(3 * rows)), array(code, range(rows))
+        shapes = [rows, 3], [rows, 3], [rows]
+        names = zip((ids, logprobs, ranks), shapes, values, strict=True)
+        return [NdArray(name, shape, ArrayData(one.tobytes())) for name, shape, one in names]
+
+    output = EngineCoreOutput("r", [5] * rows)
+    output.new_logprobs = LogprobsLists(*arrays("<i4", "<f4", "<i8", "q"))
+    output.new_prompt_logprobs_tensors = LogprobsTensors(*arrays("int32", "float32", "int32", "i"))
+    message = EngineCoreOutputs(outputs=[output], timestamp=1.0)
+    frames = [bytes(f) for f in OutputEncoder().encode_into(message, bytearray())]
+    # Only arrays of 256 bytes and more travel alone: at 40 rows all but the 32-bit ranks.
+    assert len(frames) == {1: 1, 7: 1, 40: 6}[rows]
+    (read,) = decode_outputs(frames).outputs
+    expected = [
+        ([3 * i, 3 * i + 1, 3 * i + 2], [3.0 * i, 3.0 * i + 1, 3.0 * i + 2], i) for i in range(rows)
+    ]
+    assert read_rows(read.new_logprobs, frames) == expected
+    assert read_rows(read.new_prompt_logprobs_tensors, frames) == expected
+    assert (len(read.new_logprobs), len(read.new_prompt_logprobs_tensors)) == (4, 5)
+
+
+def test_a_message_that_failed_leaves_nothing_behind() -> None:
+    encoder, buffer = OutputEncoder(), bytearray()
+    good = EngineCoreOutput("r", [], pooling_output=floats(100))
+    bad = EngineCoreOutput("s", [], pooling_output=object())
+    with pytest.raises(NotImplementedError, match="object has no form on this wire"):
+        encoder.encode_into(EngineCoreOutputs(outputs=[good, bad]), buffer)
+    frames = encoder.encode_into(EngineCoreOutputs(outputs=[good]), buffer)
+    assert frames[0] is buffer
+    assert len(frames) == 2

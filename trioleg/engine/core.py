@@ -27,11 +27,12 @@ from ..messages import (
     SchedulerStats,
 )
 from .kv_cache import BlockPool
+from .logprob_rows import LogprobRows
 from .model import LlamaModel
 from .model_config import read_model_config
 from .request import Request, Stop
-from .runner import ModelRunner
-from .scheduler import Chunk, Scheduler
+from .runner import ModelRunner, Sampled
+from .scheduler import Scheduler
 from .sizing import DTYPES, count_blocks, find_device, find_max_model_len
 from .validation import Limits, check_request
 from .weights import load_weights
@@ -187,8 +188,8 @@ class EngineCore:
             chunk.request.num_computed_tokens = chunk.end
         for request in schedule.stuck:
             self._fail(request, f"the key/value cache is full: {self._limits.cache_tokens} tokens")
-        for chunk, token_id in sampled:
-            self._advance(chunk, token_id)
+        for one in sampled:
+            self._advance(one)
         return self._hand_on(worked=bool(schedule.chunks or schedule.stuck))
 
     def close(self) -> None:
@@ -196,14 +197,14 @@ class EngineCore:
         self._scheduler.remove(list(self._scheduler.requests))
         del self._runner
 
-    def _advance(self, chunk: Chunk, token_id: int | None) -> None:
-        request = chunk.request
+    def _advance(self, sampled: Sampled) -> None:
+        request, token_id = sampled.request, sampled.token_id
         try:
             if token_id is None:
                 self._fail(request, _NO_TOKEN)
             else:
                 stop = request.append(token_id, max_model_len=self._limits.max_model_len)
-                self._report(request, [token_id], stop)
+                self._report(request, [token_id], stop, sampled.logprobs)
         except Exception as error:
             logger.exception("request %s: its step failed", request.request_id)
             self._fail(request, f"its step failed: {error!r}")
@@ -211,7 +212,13 @@ class EngineCore:
     def _fail(self, request: Request, sentence: str) -> None:
         self._report(request, [], Stop(FinishReason.ERROR, sentence))
 
-    def _report(self, request: Request, token_ids: list[int], stop: Stop | None) -> None:
+    def _report(
+        self,
+        request: Request,
+        token_ids: list[int],
+        stop: Stop | None,
+        logprobs: LogprobRows | None = None,
+    ) -> None:
         """Notes an output for the next message. A stopped request leaves, and its blocks are free."""
         if stop is not None:
             self._scheduler.remove([request.request_id])
@@ -219,6 +226,8 @@ class EngineCore:
         output = EngineCoreOutput(
             request.request_id,
             token_ids,
+            new_logprobs=None if logprobs is None else logprobs.lists(),
+            new_prompt_logprobs_tensors=request.take_prompt_logprobs() if first else None,
             finish_reason=None if stop is None else stop.reason,
             stop_reason=None if stop is None else stop.stop_reason,
             events=request.take_events(),

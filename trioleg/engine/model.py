@@ -44,10 +44,9 @@ class LlamaModel:
         self._rotations = _rotations(config, max_model_len).to(self.device)
 
     def forward(self, batch: Batch, cache: Tensor) -> Tensor:
-        """Computes every row, writes its keys and values, and returns the sampled rows' logits.
+        """Computes every row, writes its keys and values, and returns the rows, [rows, hidden_size].
 
-        ``cache`` is [layers, blocks, block_size, 2, kv_heads, head_dim]; the result is
-        [len(sample_rows), vocab_size] in float32.
+        ``cache`` is [layers, blocks, block_size, 2, kv_heads, head_dim].
         """
         hidden = embedding(batch.token_ids, self.weights.embed_tokens)
         rotation = self._rotations[batch.positions].unsqueeze(1)
@@ -57,8 +56,11 @@ class LlamaModel:
             normed = self._norm(hidden, layer.post_attention_norm)
             gate, up = _linear(normed, layer.gate_up).chunk(2, dim=-1)
             hidden = hidden + _linear(silu(gate).mul_(up), layer.down)
-        sampled = self._norm(hidden[batch.sample_rows], self.weights.norm)
-        return _linear(sampled, self.weights.lm_head).float()
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """The logits of some of ``forward``'s rows, [rows, vocab_size] in float32."""
+        return _linear(self._norm(hidden, self.weights.norm), self.weights.lm_head).float()
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)

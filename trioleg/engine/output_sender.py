@@ -7,6 +7,7 @@ Sending is zero-copy: ZeroMQ reads the very buffer that was encoded into, and sa
 when it has let go of it. Until then the buffer may not be touched; then it is used again. Spare
 buffers are kept up to the number of sockets and one, so a burst leaves no hoard behind. pyzmq would
 copy anything below 64 KiB and call it done at once: ``copy_threshold`` 0 is what makes this real.
+Arrays travel behind the body in frames of their own, whose memory is nobody's to use again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 import trio
 import zmq
 
-from ..ipc.codec import OutputEncoder
+from ..ipc.codec import Frame, OutputEncoder
 from ..ipc.sockets import ZmqSocket
 from ..messages import EngineCoreOutputs
 
@@ -49,9 +50,18 @@ class OutputSenderStatistics:
 class _Client:
     socket: ZmqSocket
     # Oldest first: a socket lets go of its messages in the order that it got them.
-    pending: deque[tuple[zmq.MessageTracker, bytearray]] = field(default_factory=deque)
+    pending: deque[_Pending] = field(default_factory=deque)
     bytes_in_flight: int = 0
     is_behind: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A message that ZeroMQ still reads: ``size`` bytes in all frames, ``buffer`` the first of them."""
+
+    tracker: zmq.MessageTracker
+    buffer: bytearray
+    size: int
 
 
 class OutputSender:
@@ -69,8 +79,6 @@ class OutputSender:
         max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
     ) -> None:
         self._clients = [_Client(socket) for socket in sockets]
-        for socket in sockets:
-            socket.raw.copy_threshold = 0
         self._on_client_behind = on_client_behind
         self._max_bytes_in_flight = max_bytes_in_flight
         self._token = trio.lowlevel.current_trio_token()
@@ -109,15 +117,14 @@ class OutputSender:
     def _send(self, client_index: int, outputs: EngineCoreOutputs) -> None:
         self._reclaim()
         buffer = self._take_buffer()
-        frames = self._encoder.encode_into(outputs, buffer)
         client = self._clients[client_index]
-        tracker = client.socket.send_multipart(frames, copy=False, track=True)
+        tracker, size = _send(client.socket, self._encoder.encode_into(outputs, buffer))
         self._sent += 1
-        if tracker is None or tracker.done:
+        if tracker.done:
             self._give_back(buffer)
             return
-        client.pending.append((tracker, buffer))
-        client.bytes_in_flight += len(buffer)
+        client.pending.append(_Pending(tracker, buffer, size))
+        client.bytes_in_flight += size
         self._check_bound(client_index, client)
 
     def _take_buffer(self) -> bytearray:
@@ -132,10 +139,10 @@ class OutputSender:
 
     def _reclaim(self) -> None:
         for client in self._clients:
-            while client.pending and client.pending[0][0].done:
-                _, buffer = client.pending.popleft()
-                client.bytes_in_flight -= len(buffer)
-                self._give_back(buffer)
+            while client.pending and client.pending[0].tracker.done:
+                pending = client.pending.popleft()
+                client.bytes_in_flight -= pending.size
+                self._give_back(pending.buffer)
 
     def _check_bound(self, client_index: int, client: _Client) -> None:
         was_behind = client.is_behind
@@ -161,3 +168,11 @@ class OutputSender:
             spare_buffers=len(self._spare),
             made_buffers=self._made_buffers,
         )
+
+
+def _send(socket: ZmqSocket, frames: Sequence[Frame | bytearray]) -> tuple[zmq.MessageTracker, int]:
+    """Sends one message without copying it. Its tracker is done when ZeroMQ has let go of every frame."""
+    # Made here, since pyzmq's own send_multipart gives the last frame's tracker alone.
+    parts = [zmq.Frame(frame, track=True, copy_threshold=0) for frame in frames]
+    socket.send_multipart(parts, copy=False)
+    return zmq.MessageTracker(*parts), sum(len(part) for part in parts)

@@ -10,7 +10,14 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from ..messages import EngineCoreEvent, EngineCoreRequest, EngineSamplingParams, FinishReason
+from ..messages import (
+    EngineCoreEvent,
+    EngineCoreRequest,
+    EngineSamplingParams,
+    FinishReason,
+    LogprobsTensors,
+)
+from .logprob_rows import LogprobRows
 
 __all__ = ["Request", "Stop"]
 
@@ -53,6 +60,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     events: list[EngineCoreEvent] = field(default_factory=list)
+    # What is known of the prompt's tokens so far; None if nobody asks, or once it was taken.
+    prompt_logprobs: LogprobRows | None = None
 
     @classmethod
     def from_wire(cls, wire: EngineCoreRequest, *, vocab_size: int) -> Request:
@@ -78,6 +87,9 @@ class Request:
             eos_token_id=eos,
             stop_token_ids=stops,
             masked_token_ids=sorted(i for i in masked if 0 <= i < vocab_size),
+            prompt_logprobs=(
+                None if params.prompt_logprobs is None else LogprobRows(params.prompt_logprobs)
+            ),
         )
 
     @property
@@ -111,6 +123,11 @@ class Request:
     def take_events(self) -> list[EngineCoreEvent] | None:
         events, self.events = self.events, []
         return events or None
+
+    def take_prompt_logprobs(self) -> LogprobsTensors | None:
+        """The prompt's logprobs, once, when its last token has been computed."""
+        rows, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if rows is None else rows.tensors()
 
 
 def _noise(seed: int | None) -> random.Random:

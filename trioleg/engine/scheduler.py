@@ -43,6 +43,18 @@ class Chunk:
         """True if the chunk ends with the request's last token, so that a new one comes of it."""
         return self.end == self.request.num_tokens
 
+    @property
+    def scores(self) -> range:
+        """The positions in this chunk whose logprobs are asked for and not known yet.
+
+        Position i says how probable prompt token i + 1 was. Positions become known in order, so after
+        a preemption only those that were never reached are left.
+        """
+        known = self.request.prompt_logprobs
+        if known is None:
+            return range(0)
+        return range(max(self.start, len(known)), min(self.end, self.request.num_prompt_tokens - 1))
+
 
 @dataclass(slots=True)
 class Schedule:

@@ -41,10 +41,18 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     ``token_ids`` are given ``tokens_per_step`` at a time, again and again, until a request's own end
     (max_tokens, stop ids, the context). ``steps`` are the exact ids of each step; behind the last
-    one the request ends with ``finish``. ``first_token_delay_s`` runs from a request's admission;
+    one the request ends with ``finish``:
+    "stop" makes the last token a stop token, whose text is hidden; "length" does not. ``first_token_delay_s`` runs from a request's admission;
     ``prefill_chunks`` are steps without tokens before its first. ``step_interval_s`` is between two
     steps, 0: as fast as it can. ``num_gpu_blocks`` None is enough for ``max_num_seqs`` requests of
     full length. ``load_s`` is how long the start takes, and ``load_error`` the error that ends it.
+
+    Logprobs are made up, as ``scripted_logprobs.py`` says: the token of rank r has −r, a token's own
+    rank is 1 + its id modulo 3, the others' ids are the next ones below it, then those above it. A
+    token in ``odd_logprobs`` has the logprob given there instead, wherever it stands.
+
+    ``pooling`` is the vector that answers every request with pooling_params (those of task "embed",
+    the first ``dimensions`` of it); without it these are refused.
     """
 
     token_ids: list[int] = []
@@ -61,6 +69,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     load_s: float = 0.0
     load_error: str | None = None
     faults: list[Fault] = []
+    odd_logprobs: dict[int, Literal["nan", "-inf", "inf"]] = {}
+    pooling: list[float] = []
 
     def __post_init__(self) -> None:
         if bool(self.token_ids) == bool(self.steps):

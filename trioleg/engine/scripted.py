@@ -42,7 +42,6 @@ __all__ = [
 # The wire's layout that ``messages`` writes: a head reads positions by this version.
 _WIRE_VERSION = "0.32.0"
 _UTILITIES = {
-    "get_supported_tasks": ["generate"],
     "reset_prefix_cache": True,
     "reset_mm_cache": None,
     "is_sleeping": False,
@@ -84,6 +83,8 @@ class ScriptedCore:
     ) -> None:
         self.ready = _ready_response(script)
         self._script = script
+        tasks = ["generate", "embed"] if script.pooling else ["generate"]
+        self._utilities = {"get_supported_tasks": tasks, **_UTILITIES}
         self._clock = clock
         self._on_fault = on_fault
         self._waiting: deque[ScriptedRequest] = deque()
@@ -177,7 +178,7 @@ class ScriptedCore:
         first = next(iter(by_client.values()), None) or _outputs_of(by_client, 0)
         first.scheduler_stats = self._stats()
         for outputs in by_client.values():
-            outputs.timestamp = time.monotonic()
+            outputs.timestamp = self._clock()
         return by_client
 
     def _run_batch(self, by_client: dict[int, EngineCoreOutputs]) -> None:
@@ -218,16 +219,17 @@ class ScriptedCore:
         )
 
     def call_utility(self, method: str, args: Sequence[Any]) -> Any:
-        if method not in _UTILITIES:
+        if method not in self._utilities:
             raise InvalidRequestError(
-                f"there is no such utility; allowed: {', '.join(_UTILITIES)}", parameter="method"
+                f"there is no such utility; allowed: {', '.join(self._utilities)}",
+                parameter="method",
             )
         if any(args):
             raise InvalidRequestError(
                 f"args is {list(args)}; allowed: none that ask for more than the call",
                 parameter="args",
             )
-        return _UTILITIES[method]
+        return self._utilities[method]
 
     def close(self) -> None:
         self._waiting.clear()

@@ -6,41 +6,51 @@ Rules of this file: pure; one request at a time (queue, blocks and steps are ``s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import InvalidRequestError
 from ..messages import (
+    ArrayData,
     EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreRequest,
+    EnginePoolingParams,
     EngineSamplingParams,
     FinishReason,
+    NdArray,
     PrefillStats,
 )
 from .script import Script
+from .scripted_logprobs import score
 
 __all__ = ["ScriptedRequest", "accept_request"]
 
-_NEEDS_A_MODEL = ("logprobs", "prompt_logprobs", "logprob_token_ids", "structured_outputs")
+_NEEDS_A_MODEL = ("logprob_token_ids", "structured_outputs")
+# As the torch engine's: vLLM's default for max_logprobs.
+_MAX_LOGPROBS = 20
 
 
 # Compared by identity: two requests may well be alike.
 @dataclass(slots=True, eq=False)
 class ScriptedRequest:
     """``limit`` is how many tokens max_tokens and the context leave room for, ``blocks`` what these
-    and the prompt take, ``number`` counts arrivals from 0. Times are the core's clock."""
+    and the prompt take, ``number`` counts arrivals from 0. Times are the core's clock. ``pooling`` is
+    the whole answer of a pooling request, which has no steps and only the default ``params``."""
 
     number: int
     request_id: str
     client_index: int
-    prompt_length: int
+    prompt: list[int]
     params: EngineSamplingParams
     limit: int
     blocks: int
     # The ids of each step, and whether it is the script's last.
     steps: Iterator[tuple[list[int], bool]]
     finish: FinishReason
+    pooling: list[float]
+    odd_logprobs: Mapping[int, str]
     prefill_left: int
     arrived_at: float
     admitted_at: float = 0.0
@@ -50,6 +60,8 @@ class ScriptedRequest:
 
     def advance(self) -> EngineCoreOutput:
         """The next step's output; the last one has a finish_reason."""
+        if self.pooling:
+            return self._pool()
         ids, is_last = next(self.steps)
         if self.bad_token_id is not None:
             ids = [self.bad_token_id, *ids[1:]]
@@ -58,10 +70,29 @@ class ScriptedRequest:
         if reason is None and is_last:
             reason = self.finish
         output = EngineCoreOutput(self.request_id, ids, finish_reason=reason, stop_reason=stop_id)
+        if ids:
+            self._add_logprobs(output)
         if self.made == 0:
             self._add_first_figures(output)
         self.made += len(ids)
         return output
+
+    def _pool(self) -> EngineCoreOutput:
+        data = ArrayData(memoryview(array("f", self.pooling)))
+        vector = NdArray("float32", [len(self.pooling)], data)
+        output = EngineCoreOutput(
+            self.request_id, [], pooling_output=vector, finish_reason=FinishReason.STOP
+        )
+        self._add_first_figures(output)
+        return output
+
+    def _add_logprobs(self, output: EngineCoreOutput) -> None:
+        k, prompt_k = self.params.logprobs, self.params.prompt_logprobs
+        if k is not None:
+            output.new_logprobs = score(output.new_token_ids, k, self.odd_logprobs).lists()
+        if prompt_k is not None and self.made == 0:
+            rows = score(self.prompt[1:], prompt_k, self.odd_logprobs)
+            output.new_prompt_logprobs_tensors = rows.tensors()
 
     def _end_in(self, ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
         """A step's ids up to the request's own end, and that end, in the order of a real engine."""
@@ -82,7 +113,7 @@ class ScriptedRequest:
             EngineCoreEvent(EngineCoreEvent.SCHEDULED, self.admitted_at),
         ]
         output.prefill_stats = PrefillStats(
-            num_prompt_tokens=self.prompt_length, num_computed_tokens=self.prompt_length
+            num_prompt_tokens=len(self.prompt), num_computed_tokens=len(self.prompt)
         )
 
 
@@ -90,45 +121,68 @@ def accept_request(
     request: EngineCoreRequest, script: Script, *, number: int, now: float
 ) -> ScriptedRequest:
     """The request as ``script`` serves it. Raises ``InvalidRequestError`` if it cannot be served."""
-    params, prompt = request.sampling_params, request.prompt_token_ids
-    if params is None:
-        raise InvalidRequestError(
-            "sampling_params is missing; allowed: a map of them", parameter="sampling_params"
-        )
-    for name in _NEEDS_A_MODEL:
-        if getattr(params, name) is not None:
-            raise InvalidRequestError(
-                f"{name} is set, which a scripted engine cannot honour; allowed: none",
-                parameter=name,
-            )
-    length = len(prompt or [])
-    if not 1 <= length < script.max_model_len:
-        raise InvalidRequestError(
-            f"prompt_token_ids has {length} tokens; allowed: 1 to {script.max_model_len - 1} "
-            "(max_model_len - 1)",
-            parameter="prompt_token_ids",
-        )
-    room = script.max_model_len - length
+    params, prompt = _params(request), request.prompt_token_ids or []
+    pooling = _pooling(request.pooling_params, script)
+    # A pooling request needs no room for a token of its own.
+    longest = script.max_model_len - (0 if pooling else 1)
+    if not 1 <= len(prompt) <= longest:
+        value = f"{len(prompt)} tokens long"
+        raise _refusal("prompt_token_ids", value, f"1 to {longest} tokens, by max_model_len")
+    room = 0 if pooling else script.max_model_len - len(prompt)
     limit = room if params.max_tokens is None else min(room, params.max_tokens)
-    blocks = script.blocks_for(length + limit)
+    blocks = script.blocks_for(len(prompt) + limit)
     if blocks > script.blocks:
-        raise InvalidRequestError(
-            f"max_tokens may need {blocks} blocks; allowed: {script.blocks}, all that there are",
-            parameter="max_tokens",
-        )
+        value = f"{params.max_tokens}, which may need {blocks} blocks"
+        raise _refusal("max_tokens", value, f"{script.blocks} blocks, all that there are")
     return ScriptedRequest(
         number=number,
         request_id=request.request_id,
         client_index=request.client_index,
-        prompt_length=length,
+        prompt=prompt,
         params=params,
         limit=limit,
         blocks=blocks,
         steps=_play(script),
         finish=FinishReason[script.finish.upper()],
+        pooling=pooling,
+        odd_logprobs=script.odd_logprobs,
         prefill_left=script.prefill_chunks,
         arrived_at=now,
     )
+
+
+def _params(request: EngineCoreRequest) -> EngineSamplingParams:
+    if (request.sampling_params is None) == (request.pooling_params is None):
+        value = "not there" if request.sampling_params is None else "there with pooling_params"
+        raise _refusal("sampling_params", value, "one of sampling_params and pooling_params")
+    params = request.sampling_params or EngineSamplingParams()
+    for name in _NEEDS_A_MODEL:
+        if getattr(params, name) is not None:
+            raise _refusal(name, getattr(params, name), "None, since this engine has no model")
+    for name in ("logprobs", "prompt_logprobs"):
+        k = getattr(params, name)
+        if k is not None and not 0 <= k <= _MAX_LOGPROBS:
+            raise _refusal(name, k, f"0 to {_MAX_LOGPROBS}, or None")
+    return params
+
+
+def _pooling(params: EnginePoolingParams | None, script: Script) -> list[float]:
+    """What answers a pooling request; empty for one that samples."""
+    if params is None:
+        return []
+    if not script.pooling:
+        raise _refusal("pooling_params", params, "None, since the script has no pooling")
+    if params.task != "embed":
+        raise _refusal("task", params.task, "embed")
+    most = len(script.pooling)
+    if params.dimensions is not None and not 1 <= params.dimensions <= most:
+        raise _refusal("dimensions", params.dimensions, f"1 to {most}, or None")
+    return script.pooling[: params.dimensions]
+
+
+def _refusal(name: str, value: object, allowed: str) -> InvalidRequestError:
+    shown = value if isinstance(value, str) else repr(value)
+    return InvalidRequestError(f"{name} is {shown}; allowed: {allowed}", parameter=name)
 
 
 def _play(script: Script) -> Iterator[tuple[list[int], bool]]:

@@ -39,8 +39,6 @@ _NEUTRAL_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
-    "logprobs": (None,),
-    "prompt_logprobs": (None,),
     "logprob_token_ids": (None, []),
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
@@ -54,6 +52,10 @@ _NEUTRAL_PARAMETERS: dict[str, tuple[Any, ...]] = {
 }
 
 
+# vLLM's default for max_logprobs, and OpenAI's bound for top_logprobs.
+_MAX_LOGPROBS = 20
+
+
 def check_request(request: EngineCoreRequest, limits: Limits) -> None:
     """Raises ``InvalidRequestError``, naming parameter, value and what is allowed."""
     for name, neutral in _NEUTRAL_REQUEST_FIELDS.items():
@@ -63,6 +65,7 @@ def check_request(request: EngineCoreRequest, limits: Limits) -> None:
     if request.sampling_params is None:
         raise _refusal("sampling_params", None, "a map of sampling parameters")
     _check_sampling(request.sampling_params)
+    _check_logprobs(request.sampling_params, limits)
     _check_prompt(request.prompt_token_ids, limits)
 
 
@@ -87,6 +90,14 @@ def _check_sampling(params: EngineSamplingParams) -> None:
     if not 0 <= params.min_tokens <= params.max_tokens:
         allowed = f"0 to max_tokens, which is {params.max_tokens}"
         raise _refusal("min_tokens", params.min_tokens, allowed)
+
+
+def _check_logprobs(params: EngineSamplingParams, limits: Limits) -> None:
+    most = min(_MAX_LOGPROBS, limits.vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        k = getattr(params, name)
+        if k is not None and not 0 <= k <= most:
+            raise _refusal(name, k, f"0 to {most}, or None")
 
 
 def _check_prompt(prompt: list[int] | None, limits: Limits) -> None:

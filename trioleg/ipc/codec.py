@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import WireError
-from ..messages import ENGINE_CORE_DEAD, EngineCoreOutputs, EngineCoreRequest
+from ..messages import ENGINE_CORE_DEAD, ArrayData, EngineCoreOutputs, EngineCoreRequest
 
 __all__ = [
     "OutputEncoder",
@@ -38,6 +38,9 @@ Frame = bytes | memoryview
 T = TypeVar("T")
 
 _RAW_ARRAY = 3
+# Smaller arrays travel inside the body (vLLM's VLLM_MSGPACK_ZERO_COPY_THRESHOLD); that includes every
+# scalar, which vLLM's reader expects there.
+_OWN_FRAME_BYTES = 256
 # Where EngineCoreRequest keeps its client_index on the wire.
 _CLIENT_INDEX = EngineCoreRequest.__struct_fields__.index("client_index")
 
@@ -164,15 +167,33 @@ def decode_utility(body: Frame) -> UtilityCall:
 
 
 class OutputEncoder:
-    """Encodes a step's outputs into buffers that the caller owns and uses again."""
+    """Encodes a step's outputs into buffers that the caller owns and uses again.
+
+    An array (``ArrayData``) of 256 bytes or more is not copied: its memory becomes a frame of its own.
+    """
 
     def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
+        self._frames: list[Frame | bytearray] = []
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
 
     def encode_into(self, outputs: EngineCoreOutputs, buffer: bytearray) -> list[Frame | bytearray]:
-        """The message's frames; the first *is* ``buffer``, resized to the body.
+        """The message's frames; the first *is* ``buffer``, resized to the body, the others are arrays.
 
         Raises ``BufferError`` if somebody (ZeroMQ, say) still holds the buffer's memory.
         """
-        self._encoder.encode_into(outputs, buffer)
-        return [buffer]
+        frames: list[Frame | bytearray] = [buffer]
+        self._frames = frames
+        try:
+            self._encoder.encode_into(outputs, buffer)
+        finally:
+            self._frames = []
+        return frames
+
+    def _encode_array(self, value: Any) -> msgspec.msgpack.Ext | int:
+        """An array's bytes, or the number of the frame that has them."""
+        if not isinstance(value, ArrayData):
+            raise NotImplementedError(f"{type(value).__name__} has no form on this wire")
+        if memoryview(value.buffer).nbytes < _OWN_FRAME_BYTES:
+            return msgspec.msgpack.Ext(_RAW_ARRAY, value.buffer)
+        self._frames.append(value.buffer)
+        return len(self._frames) - 1
