@@ -50,8 +50,14 @@ def step(
     return processor.process([output])
 
 
-def kinds(processed: ProcessedOutputs) -> list[tuple[str, EndingKind, bool]]:
-    return [(name, end.kind, end.needs_abort) for name, end in processed.endings]
+def kinds(
+    processor: OutputProcessor, processed: ProcessedOutputs
+) -> list[tuple[str, EndingKind, list[str]]]:
+    """Each ending, with the ids that the engine has to be told of."""
+    aborts = processed.aborts
+    return [
+        (name, end.kind, aborts + processor.end_request(name)) for name, end in processed.endings
+    ]
 
 
 def test_with_a_sink_nothing_is_returned_and_without_one_everything() -> None:
@@ -73,7 +79,7 @@ def test_delta() -> None:
     assert sink.texts == ["caf", "", "é", ""]
     assert sink.outputs[-1].outputs == [CompletionOutput(0, "", ids("</s>"), "stop")]
     assert sink.outputs[-1].finished
-    assert kinds(processed) == [("r", EndingKind.STOP, False)]
+    assert kinds(processor, processed) == [("r", EndingKind.STOP, [])]
     assert processor.statistics().requests == 0
 
 
@@ -101,7 +107,7 @@ def test_a_stop_string_is_promoted_and_needs_an_abort() -> None:
     processor, sink = OutputProcessor(), Sink()
     add(processor, "r", SamplingParams(stop=["bc"]), sink)
     processed = step(processor, "r", "a", "b", "c", "a")
-    assert kinds(processed) == [("r", EndingKind.STOP_STRING, True)]
+    assert kinds(processor, processed) == [("r", EndingKind.STOP_STRING, ["r"])]
     assert sink.outputs[0].outputs == [
         CompletionOutput(0, "a", ids("a", "b", "c"), "stop", stop_reason="bc")
     ]
@@ -111,7 +117,7 @@ def test_a_stop_string_in_the_engines_own_last_step_needs_no_abort() -> None:
     processor, sink = OutputProcessor(), Sink()
     add(processor, "r", SamplingParams(stop=["bc"]), sink)
     processed = step(processor, "r", "b", "c", finish=FinishReason.LENGTH)
-    assert kinds(processed) == [("r", EndingKind.STOP_STRING, False)]
+    assert kinds(processor, processed) == [("r", EndingKind.STOP_STRING, [])]
     assert sink.outputs[0].outputs[0].finish_reason == "stop"
 
 
@@ -135,7 +141,8 @@ def test_a_bad_id_ends_its_request_and_no_other(bad: int) -> None:
     assert [(name, end.kind) for name, end in processed.endings] == [
         (name, EndingKind.OUTPUT_ERROR) for name in ("2", "5", "7")
     ]
-    assert all(str(bad) in end.cause and end.needs_abort for _, end in processed.endings)
+    assert all(str(bad) in end.cause for _, end in processed.endings)
+    assert [processor.end_request(name) for name, _ in processed.endings] == [["2"], ["5"], ["7"]]
     assert [sink.texts for sink in sinks] == [[] if n in (2, 5, 7) else ["a"] for n in range(10)]
 
 
@@ -146,7 +153,7 @@ def test_more_tokens_than_asked_for_are_an_error() -> None:
     ((_, ending),) = processor.process([EngineCoreOutput("r", ids("a") * 2_000_000)]).endings
     assert ending.kind is EndingKind.OUTPUT_ERROR
     assert ending.cause == "the engine sent 2000002 tokens; this request may have 3 (max_tokens)"
-    assert ending.needs_abort
+    assert processor.end_request("r") == ["r"]
     assert sink.texts == ["ab"]
 
 
@@ -154,8 +161,7 @@ def test_what_a_step_had_before_its_bad_token_is_kept() -> None:
     processor, sink = OutputProcessor(), Sink()
     add(processor, "r", SamplingParams(), sink)
     processed = processor.process([EngineCoreOutput("r", [*ids("a", "b"), -1])])
-    assert kinds(processed) == [("r", EndingKind.OUTPUT_ERROR, True)]
-    processor.end_request("r")
+    assert kinds(processor, processed) == [("r", EndingKind.OUTPUT_ERROR, ["r"])]
     assert sink.texts == ["ab"]
 
 
@@ -165,7 +171,7 @@ def test_the_engines_error_and_its_reason() -> None:
     processed = step(processor, "r", finish=FinishReason.ERROR, stop_reason="min_p is 2.0")
     ((_, ending),) = processed.endings
     assert (ending.kind, ending.cause) == (EndingKind.OUTPUT_ERROR, "min_p is 2.0")
-    assert not ending.needs_abort
+    assert processor.end_request("r") == []
 
 
 def test_ending_a_request_releases_what_was_held_back() -> None:
@@ -182,7 +188,7 @@ def test_ending_a_request_releases_what_was_held_back() -> None:
 def test_a_sink_over_its_bound_is_reported() -> None:
     processor = OutputProcessor()
     add(processor, "r", SamplingParams(), Sink(accepts=False))
-    assert kinds(step(processor, "r", "a")) == [("r", EndingKind.READER_TOO_SLOW, True)]
+    assert kinds(processor, step(processor, "r", "a")) == [("r", EndingKind.READER_TOO_SLOW, ["r"])]
 
 
 def test_cached_tokens_come_with_the_first_output() -> None:
