@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
-import trio
 from tiny_tokenizers import byte_fallback_tokenizer, ids
 
 from trioleg.config import LLMConfig
-from trioleg.engine.scripted import Script
 from trioleg.messages import EngineCoreRequestType
-from trioleg.runtime.engines import Engine
 from trioleg.runtime.llm import LLM
-from trioleg.testing.transport import ScriptedTransport
+from trioleg.testing import Script, ScriptedTransport, open_scripted_llm
 
 __all__ = ["aborted", "added", "open_scripted", "script"]
 
@@ -28,23 +24,10 @@ def script(*pieces: str, step: float = 0.1, **more: object) -> Script:
     return msgspec.convert({"steps": steps, "step_interval_s": step, **more}, Script)
 
 
-async def _inline(tokenize: Callable[[], list[int]]) -> list[int]:
-    await trio.lowlevel.checkpoint()
-    return tokenize()
-
-
-@asynccontextmanager
-async def open_scripted(
+def open_scripted(
     script: Script, config: LLMConfig | None = None
-) -> AsyncIterator[tuple[LLM, ScriptedTransport]]:
-    transport = ScriptedTransport(script)
-    engine = Engine(0, transport.ready, transport)
-    llm = LLM("tiny", TOKENIZER, engine, config or LLMConfig(), run_sync=_inline)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(llm.link.run)
-        yield llm, transport
-        llm.close()
-        nursery.cancel_scope.cancel()
+) -> AbstractAsyncContextManager[tuple[LLM, ScriptedTransport]]:
+    return open_scripted_llm(script, TOKENIZER, config)
 
 
 def _sent(transport: ScriptedTransport, kind: EngineCoreRequestType) -> list[object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
+from wire_arrays import read_rows
 
 from trioleg.engine.scripted import Fault, Script
 from trioleg.ipc.codec import (
@@ -123,3 +124,17 @@ async def test_a_hand_in_it(autojump_clock) -> None:
     await transport.aclose()
     with pytest.raises(trio.ClosedResourceError):
         await transport.receive()
+
+
+async def test_arrays_come_in_frames_of_their_own(autojump_clock) -> None:
+    transport = ScriptedTransport(Script(token_ids=[8]))
+    request = EngineCoreRequest(
+        "r", [4] * 100, None, EngineSamplingParams(prompt_logprobs=1), *[None] * 5
+    )
+    request.arrival_time = 0.0
+    transport.send(EngineCoreRequestType.ADD, encode_request(request))
+    frames = await transport.receive()
+    assert [len(frame) for frame in frames[1:]] == [99 * 2 * 4, 99 * 2 * 4, 99 * 4]
+    (output,) = decode_outputs(frames).outputs
+    rows = read_rows(output.new_prompt_logprobs_tensors, frames)
+    assert rows == [([4, 3], [-2.0, -1.0], 2)] * 99

@@ -12,6 +12,7 @@ cancel could strike, and an ABORT can leave from any task, a dying one too.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -30,16 +31,18 @@ from ..ipc.codec import (
 from ..ipc.transport import Transport
 from ..messages import (
     EngineCoreOutputs,
-    EngineCoreRequest,
     EngineCoreRequestType,
     EngineReadyResponse,
     SchedulerStats,
     UtilityOutput,
 )
 from ..output.processor import OutputProcessor, ProcessedOutputs, ProcessorStatistics
-from ..output.request_state import RequestState
+from ..output.stats import IterationStats
+from ..output.submission import Submission
 from ..outputs import Ending, EndingKind
 from .request_stream import RequestStream
+from .stats_logger import StatsLogger
+from .tracer import Tracer
 
 __all__ = ["EngineLink", "EngineLinkStatistics", "EngineWatch"]
 
@@ -104,13 +107,17 @@ class EngineLink:
         own_prefix: str,
         output_chunk_size: int,
         watch: EngineWatch | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self.ready = ready
         self.dead = trio.Event()
         self.cause_of_death: str | None = None
+        self.stats_logger: StatsLogger | None = None
+        self.tracer: Tracer | None = None
         self._transport = transport
         self._watch = watch or EngineWatch()
+        self._clock = clock
         self._own_prefix = own_prefix
         self._chunk_size = output_chunk_size
         self._processor = OutputProcessor()
@@ -122,25 +129,27 @@ class EngineLink:
 
     # ------------------------------------------------------------------ towards the engine
 
-    def submit(
-        self, stream: RequestStream, state: RequestState, request: EngineCoreRequest
-    ) -> None:
+    def submit(self, stream: RequestStream, submission: Submission) -> None:
         """Register the request, then send it. Raises ``EngineDeadError``; registers nothing then."""
         if self.cause_of_death is not None:
             raise EngineDeadError(self.cause_of_death)
-        self._processor.add_request(state)
+        self._processor.add_request(submission.state)
         self._streams[stream.request_id] = stream
-        if not self._send(EngineCoreRequestType.ADD, encode_request(request)):
-            cause = f"engine {self.rank} cannot be reached"
-            stream.end(Ending(EndingKind.ENGINE_DEAD, cause, self.rank))
+        for request in submission.engine_requests:
+            if not self._send(EngineCoreRequestType.ADD, encode_request(request)):
+                cause = f"engine {self.rank} cannot be reached"
+                stream.end(Ending(EndingKind.ENGINE_DEAD, cause, self.rank))
+                return
 
-    def stream_ended(self, stream: RequestStream, ending: Ending) -> None:
+    def stream_ended(self, stream: RequestStream) -> None:
         """Forget the request; tell the engine if it may still be at it. Called by ``stream.end``."""
-        if self._streams.pop(stream.request_id, None) is None:
-            return
-        self._processor.end_request(stream.request_id)
-        if ending.needs_abort and self.cause_of_death is None:
-            self._send(EngineCoreRequestType.ABORT, encode_abort([stream.request_id]))
+        if self._streams.pop(stream.request_id, None) is not None:
+            self._abort(self._processor.end_request(stream.request_id))
+
+    def _abort(self, engine_request_ids: list[str]) -> None:
+        """One ABORT for all of them; none is needed for no ids, or by a dead engine."""
+        if engine_request_ids and self.cause_of_death is None:
+            self._send(EngineCoreRequestType.ABORT, encode_abort(engine_request_ids))
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Ask the engine (between two of its steps) and wait for the answer.
@@ -205,6 +214,7 @@ class EngineLink:
             await self._take(frames)
 
     async def _take(self, frames: Sequence[bytes | memoryview]) -> None:
+        received = self._clock()
         self._counts["messages"] += 1
         try:
             message = decode_outputs(frames)
@@ -217,13 +227,27 @@ class EngineLink:
             self._scheduler_stats = message.scheduler_stats
         if message.utility_output is not None:
             self._answer(message.utility_output)
-        await self._process(message)
+        await self._process(message, frames, received)
+        if self.tracer is not None:
+            self.tracer.on_message(message, received, self._processor.find)
 
-    async def _process(self, message: EngineCoreOutputs) -> None:
+    async def _process(
+        self,
+        message: EngineCoreOutputs,
+        frames: Sequence[bytes | memoryview],
+        received: float,
+    ) -> None:
         outputs = message.outputs
+        stats = None if self.stats_logger is None else IterationStats()
         for start in range(0, len(outputs), self._chunk_size):
             end = start + self._chunk_size
-            processed = self._processor.process(outputs[start:end])
+            processed = self._processor.process(
+                outputs[start:end],
+                frames=frames,
+                timestamp=message.timestamp,
+                now=received,
+                stats=stats,
+            )
             # Every request here has a mailbox; the returned list is for batch use.
             assert not processed.request_outputs
             self._settle(processed)
@@ -231,8 +255,19 @@ class EngineLink:
                 # Others run between slices; a cancel waits, or the later slices would be lost.
                 with trio.CancelScope(shield=True):
                     await trio.lowlevel.checkpoint()
+        if stats is not None:
+            self._log_stats(message.scheduler_stats, stats)
+
+    def _log_stats(self, scheduler: SchedulerStats | None, stats: IterationStats) -> None:
+        try:
+            if self.stats_logger is not None:
+                self.stats_logger.record(self.rank, scheduler, stats)
+        except Exception:  # noqa: BLE001 - whatever a logger does, the tokens go on
+            _log.exception("engine %d: the stats logger failed and is dropped", self.rank)
+            self.stats_logger = None
 
     def _settle(self, processed: ProcessedOutputs) -> None:
+        self._abort(processed.aborts)
         for request_id, ending in processed.endings:
             stream = self._streams.get(request_id)
             if stream is not None:

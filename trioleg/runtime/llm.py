@@ -13,11 +13,12 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import trio
 
@@ -30,20 +31,30 @@ from ..errors import (
     RequestEnded,
     ServerShutdown,
 )
-from ..messages import EngineCoreRequest
-from ..output.request_state import RequestState
-from ..outputs import Ending, EndingKind, RequestOutput
-from ..sampling_params import RequestOutputKind, SamplingParams
+from ..output.request_state import OutputSink
+from ..output.submission import (
+    Submission,
+    default_sampling_params,
+    make_pooling_submission,
+    make_submission,
+)
+from ..outputs import Ending, EndingKind, PoolingRequestOutput, RequestOutput
+from ..sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 from ..tokenizer import Tokenizer
 from .engine_link import EngineLink, EngineLinkStatistics
 from .engines import Engine, attach_engine, start_engine
+from .mailbox import Mailbox
 from .prompts import Prompt, PromptReader, RunSync
 from .request_stream import RequestStream
+from .stats_logger import StatsLogger
+from .tracer import Tracer
 from .unwrap import unwrapped
 
 __all__ = ["LLM", "LLMStatistics", "open_llm"]
 
 _log = logging.getLogger("trioleg.requests")
+
+_MakeSubmission: TypeAlias = Callable[..., Submission]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +80,20 @@ class LLM:
         config: LLMConfig,
         *,
         run_sync: RunSync | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.max_model_len = engine.ready.max_model_len
+        # What check_tasks has been told; until then what nearly every engine does.
+        self.supported_tasks = frozenset({"generate"})
         self._config = config
+        self._clock = clock
         # Begins every request id: an id with another beginning is another front end's.
         self._id_prefix = f"{secrets.token_hex(6)}-"
         self._numbers = itertools.count()
         self._prompts = PromptReader(tokenizer, self.max_model_len, run_sync)
-        self._open: dict[str, RequestStream] = {}
+        self._open_streams: dict[str, RequestStream] = {}
         self._endings: Counter[EndingKind] = Counter()
         self._refusal: str | None = None
         self.link = EngineLink(
@@ -88,6 +103,7 @@ class LLM:
             own_prefix=self._id_prefix,
             output_chunk_size=config.output_chunk_size,
             watch=engine.watch,
+            clock=clock,
         )
 
     # ------------------------------------------------------------------ requests
@@ -97,32 +113,61 @@ class LLM:
 
         Raises ``InvalidRequestError``.
         """
-        known = {"temperature", "top_p", "top_k"}
-        defaults = {k: v for k, v in self.tokenizer.generation_defaults.items() if k in known}
-        return SamplingParams(**(defaults | asked))
+        return default_sampling_params(self.tokenizer, **asked)
 
-    @asynccontextmanager
-    async def open_stream(
+    def open_stream(
         self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> AsyncIterator[RequestStream]:
+    ) -> AbstractAsyncContextManager[RequestStream]:
         """Send a request; the block reads its outputs. Leaving the block is the cancel.
 
         ``prompt``: text, token ids, or chat messages. ``params`` None: the model's defaults.
         Raises ``InvalidRequestError`` (nothing was sent), ``EngineDeadError``, and
         ``ServerShutdown`` once the LLM takes no more requests. Cancel-safe at every point.
         """
-        params = self._params(params)
+        checked = self._params(params)
+        self._refuse_unless_supported("generate", "prompt")
+        is_delta = checked.output_kind is RequestOutputKind.DELTA
+        return self._open(prompt, partial(self._submission, checked), aggregate=is_delta)
+
+    async def encode(
+        self, prompt: Prompt, params: PoolingParams | None = None
+    ) -> PoolingRequestOutput:
+        """What a pooling model makes of ``prompt``: an embedding, by default.
+
+        Raises as ``open_stream`` and ``RequestStream.receive`` do. Cancel-safe: leaving is the abort.
+        """
+        params = PoolingParams() if params is None else params
+        if not isinstance(params, PoolingParams):
+            raise InvalidRequestError(
+                f"params is {params!r}; allowed: PoolingParams or None", parameter="params"
+            )
+        self._refuse_unless_supported(params.task, "task")
+        submission = partial(self._pooling_submission, params)
+        async with self._open(prompt, submission, aggregate=False) as stream:
+            output: object = await stream.receive()
+        assert isinstance(output, PoolingRequestOutput), "a pooling request has no other output"
+        return output
+
+    @asynccontextmanager
+    async def _open(
+        self, prompt: Prompt, make_submission: _MakeSubmission, *, aggregate: bool
+    ) -> AsyncIterator[RequestStream]:
+        arrival = self._clock()
         self._refuse_if_closing()
         prompt_token_ids = await self._prompts.read(prompt)
-        max_tokens = self._max_tokens(params, len(prompt_token_ids))
         # From here to `yield` nothing waits: registering and sending are one step.
         self._refuse_if_closing()
-        stream = self._submit(prompt_token_ids, params, max_tokens)
+        mailbox = Mailbox(aggregate=aggregate, max_bytes=self._config.mailbox_max_bytes)
+        request_id = f"{self._id_prefix}{next(self._numbers)}"
+        submission = make_submission(request_id, prompt_token_ids, sink=mailbox, arrival=arrival)
+        stream = RequestStream(request_id, prompt_token_ids, mailbox, on_end=self._stream_ended)
+        self.link.submit(stream, submission)
+        self._open_streams[request_id] = stream
         try:
             yield stream
         finally:
             stream.close()
-            del self._open[stream.request_id]
+            del self._open_streams[request_id]
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """The whole answer at once. Raises as ``open_stream`` and ``RequestStream.receive`` do; a
@@ -148,69 +193,54 @@ class LLM:
             )
         return params
 
-    def _submit(
-        self, prompt_token_ids: list[int], params: SamplingParams, max_tokens: int
-    ) -> RequestStream:
-        request_id = f"{self._id_prefix}{next(self._numbers)}"
-        stream = RequestStream(
-            request_id,
-            prompt_token_ids,
-            params,
-            max_bytes=self._config.mailbox_max_bytes,
-            on_end=self._stream_ended,
-        )
-        state = RequestState(
+    def _submission(
+        self,
+        params: SamplingParams,
+        request_id: str,
+        prompt_token_ids: list[int],
+        *,
+        sink: OutputSink,
+        arrival: float,
+    ) -> Submission:
+        return make_submission(
             request_id,
             prompt_token_ids,
             params,
             self.tokenizer,
-            stream.mailbox,
-            max_tokens=max_tokens,
+            max_model_len=self.max_model_len,
+            sink=sink,
+            detokenizer=self._config.detokenizer,
+            stream_interval=self._config.stream_interval,
+            arrival=arrival,
         )
-        request = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
-            mm_features=None,
-            sampling_params=params.for_engine(
-                max_tokens=max_tokens,
-                eos_token_id=self.tokenizer.eos_token_id,
-                other_eos_token_ids=self.tokenizer.other_eos_token_ids,
-            ),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        self.link.submit(stream, state, request)
-        self._open[request_id] = stream
-        return stream
 
-    def _max_tokens(self, params: SamplingParams, prompt_len: int) -> int:
-        """What max_tokens comes to beside this prompt; checks what only the model can tell."""
-        left = self.max_model_len - prompt_len
-        for name in ("max_tokens", "min_tokens"):
-            value = getattr(params, name)
-            if value is not None and value > left:
-                raise InvalidRequestError(
-                    f"{name} is {value}; allowed: at most {left}, which is max_model_len "
-                    f"({self.max_model_len}) less the prompt's {prompt_len} tokens",
-                    parameter=name,
-                )
-        vocab_size = self.tokenizer.vocab_size
-        for token_id in params.stop_token_ids:
-            if token_id >= vocab_size:
-                raise InvalidRequestError(
-                    f"stop_token_ids holds {token_id}; allowed: 0 to {vocab_size - 1}",
-                    parameter="stop_token_ids",
-                )
-        return left if params.max_tokens is None else params.max_tokens
+    def _pooling_submission(
+        self,
+        params: PoolingParams,
+        request_id: str,
+        prompt_token_ids: list[int],
+        *,
+        sink: OutputSink,
+        arrival: float,
+    ) -> Submission:
+        return make_pooling_submission(
+            request_id, prompt_token_ids, params, sink=sink, arrival=arrival
+        )
 
     def _stream_ended(self, stream: RequestStream, ending: Ending) -> None:
-        self.link.stream_ended(stream, ending)
+        self.link.stream_ended(stream)
         self._endings[ending.kind] += 1
         cause = f" ({ending.cause})" if ending.cause else ""
         _log.info("request %s ended: %s%s", stream.request_id, ending.kind, cause)
+
+    def _refuse_unless_supported(self, task: str, parameter: str) -> None:
+        if task not in self.supported_tasks:
+            allowed = ", ".join(sorted(self.supported_tasks))
+            raise InvalidRequestError(
+                f"{parameter} asks for {task!r}, which this engine's model does not do; "
+                f"allowed: {allowed}",
+                parameter=parameter,
+            )
 
     def _refuse_if_closing(self) -> None:
         if self._refusal is not None:
@@ -236,20 +266,42 @@ class LLM:
         self.link.end_all(Ending(EndingKind.SHUTDOWN, cause))
 
     def statistics(self) -> LLMStatistics:
-        return LLMStatistics(len(self._open), dict(self._endings), (self.link.statistics(),))
+        return LLMStatistics(
+            len(self._open_streams), dict(self._endings), (self.link.statistics(),)
+        )
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Who sees every hop (``runtime/tracer.py``); None but in a program that shows the way."""
+        return self.link.tracer
+
+    @tracer.setter
+    def tracer(self, tracer: Tracer | None) -> None:
+        self.link.tracer = tracer
 
     async def check_tasks(self) -> None:
-        """Ask the engine whether it generates text. Raises ``EngineStartError`` if it does not."""
+        """Ask the engine what its model can do. Raises ``EngineStartError`` for an answer that is none."""
         tasks = await self.link.call_utility("get_supported_tasks")
-        if "generate" not in (tasks or ()):
+        if not isinstance(tasks, list) or not tasks or not all(isinstance(t, str) for t in tasks):
             raise EngineStartError(
-                f"the engine's model supports {tasks!r}; allowed: one that supports 'generate'"
+                f"the engine says that its model supports {tasks!r}; allowed: a list of tasks, such as "
+                "'generate'"
             )
+        self.supported_tasks = frozenset(tasks)
+
+    @property
+    def stats_logger(self) -> StatsLogger | None:
+        """Who is told what each step brought; may be set at any time, to None as well."""
+        return self.link.stats_logger
+
+    @stats_logger.setter
+    def stats_logger(self, logger: StatsLogger | None) -> None:
+        self.link.stats_logger = logger
 
     def close(self) -> None:
         """The block is left: streams that are still open end, and further use of them is refused."""
         self.shut_down("the LLM's block has been left")
-        for stream in self._open.values():
+        for stream in self._open_streams.values():
             stream.close()
 
 
@@ -266,7 +318,8 @@ async def open_llm(
 
     ``model``: a name known to the model store that has been pulled, or a Hugging Face directory.
     ``attach``: a handshake address (``tcp://127.0.0.1:PORT``) to bind; an engine started by somebody
-    else is waited for there. ``script``: the engine is the scripted one, with this file.
+    else is waited for there. ``script``: the engine is the scripted one, with this file. With either, a directory
+    needs no weights.
 
     Raises ``ModelStoreError`` and ``EngineStartError``. If the engine dies, live streams end with
     ``EngineDeadError`` and the body goes on (see ``LLM.wait_dead``), or, with ``cancel_on_death``, is
@@ -274,7 +327,9 @@ async def open_llm(
     What the body raises leaves as itself. Everything that was started is ended on the way out.
     """
     config = config or LLMConfig()
-    directory = await trio.to_thread.run_sync(model_store.resolve, str(model))
+    is_ours = attach is None and script is None
+    resolve = partial(model_store.resolve, str(model), weights=is_ours)
+    directory = await trio.to_thread.run_sync(resolve)
     tokenizer = await trio.to_thread.run_sync(Tokenizer.from_directory, directory)
     opening = (
         start_engine(directory, config, script=script)

@@ -9,11 +9,12 @@ everything that came meanwhile.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import trio
 
 from ..output.merge import OutputMerger
-from ..outputs import RequestOutput
+from ..outputs import PoolingRequestOutput, RequestOutput
 
 __all__ = ["Mailbox", "MailboxStatistics"]
 
@@ -40,7 +41,7 @@ class Mailbox:
         self._max_num_bytes = 0
         self._reader: trio.lowlevel.Task | None = None
 
-    def put(self, output: RequestOutput) -> bool:
+    def put(self, output: RequestOutput | PoolingRequestOutput) -> bool:
         """Merge the output in and wake the reader. False: unread output is over the bound now.
 
         Even then the output is kept: nothing that was decoded is lost.
@@ -52,8 +53,8 @@ class Mailbox:
         self.wake()
         return num_bytes <= self._max_bytes
 
-    def take(self) -> RequestOutput | None:
-        """What has come since the last ``take``, or None; never waits."""
+    def take(self) -> Any:
+        """What has come since the last ``take``, or None; never waits. See ``OutputMerger.take``."""
         return self._merger.take()
 
     def wake(self) -> None:

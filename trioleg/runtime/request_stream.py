@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import trio
 
 from ..outputs import Ending, EndingKind, RequestOutput
-from ..sampling_params import RequestOutputKind, SamplingParams
 from .mailbox import Mailbox, MailboxStatistics
 
 __all__ = ["RequestStream"]
@@ -30,17 +29,13 @@ class RequestStream:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        mailbox: Mailbox,
         *,
-        max_bytes: int,
         on_end: Callable[[RequestStream, Ending], None],
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
-        self.params = params
-        self.mailbox = Mailbox(
-            aggregate=params.output_kind is RequestOutputKind.DELTA, max_bytes=max_bytes
-        )
+        self.mailbox = mailbox
         self._on_end = on_end
         self._ending: Ending | None = None
         self._serving: trio.CancelScope | None = None
@@ -65,7 +60,7 @@ class RequestStream:
         A cancelled ``receive`` loses nothing.
         """
         while True:
-            output = self.receive_nowait()
+            output: RequestOutput | None = self.mailbox.take()
             if output is not None:
                 return output
             if self._closed or self._ending is not None:
@@ -75,7 +70,9 @@ class RequestStream:
 
     def receive_nowait(self) -> RequestOutput | None:
         """What is unread, or None. Never raises, never waits."""
-        return self.mailbox.take()
+        # A pooling request's one output comes this way, too; only ``LLM.encode`` reads those streams.
+        output: RequestOutput | None = self.mailbox.take()
+        return output
 
     def __aiter__(self) -> RequestStream:
         return self
