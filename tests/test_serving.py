@@ -99,6 +99,16 @@ def test_a_signal_ends_streams_in_order(smollm2, tmp_path) -> None:
         assert server.wait() == 0
 
 
+def test_keep_alive_comments_are_an_option(smollm2, tmp_path) -> None:
+    slow = {"first_token_delay_s": 0.5}
+    with serve_scripted(tmp_path, "--sse-keep-alive", "0.1", **slow) as (server, _):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        url = f"{url_of(server)}/v1/chat/completions"
+        answer = httpx2.post(url, json=body, trust_env=False)
+    assert answer.text.count(": keep-alive\n\n") >= 2
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
 def test_the_engines_death_is_no_success(smollm2, tmp_path) -> None:
     with serve_scripted(tmp_path) as (server, engine):
         url = url_of(server)

@@ -10,6 +10,7 @@ the engine is still loading it ends that at once. A second one does not wait for
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shlex
 import signal
@@ -63,6 +64,7 @@ async def _run_program(
     shutdown: trio.Event,
 ) -> None:
     from .runtime.llm import open_llm
+    from .runtime.stats_logger import LoggingStatsLogger
     from .server.serve import bind_sockets, serve
 
     # Before the engine: a taken port should not cost the time that a model takes to load.
@@ -72,6 +74,9 @@ async def _run_program(
             open_llm(model, llm_config, attach=attach) as llm,
             trio.open_nursery() as server,
         ):
+            # Only where somebody would read it: without a logger nothing is gathered.
+            if logging.getLogger("trioleg.stats").isEnabledFor(logging.INFO):
+                llm.stats_logger = LoggingStatsLogger()
             bound = await server.start(
                 partial(serve, llm, server_config, sockets=sockets, shutdown=shutdown)
             )

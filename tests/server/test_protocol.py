@@ -13,7 +13,7 @@ from trioleg.errors import (
     OutputError,
     ServerShutdown,
 )
-from trioleg.outputs import CompletionOutput, RequestOutput
+from trioleg.outputs import CompletionOutput, Logprob, RequestOutput
 from trioleg.sampling_params import RequestOutputKind, SamplingParams
 from trioleg.server.protocol import (
     ChatCompletionRequest,
@@ -46,6 +46,7 @@ def test_the_least_request() -> None:
 
 def test_every_honoured_parameter_arrives() -> None:
     asked: dict[str, Any] = {
+        "n": 3,
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 7,
@@ -56,10 +57,15 @@ def test_every_honoured_parameter_arrives() -> None:
         "stop_token_ids": [5],
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
         "stop_hold_back": "fixed",
+        "stream_interval": 4,
     }
-    params = parse(**asked, max_completion_tokens=9, stream=True).params
-    assert params == SamplingParams(**asked, max_tokens=9)
+    wanted = {"logprobs": True, "top_logprobs": 2}
+    params = parse(**asked, **wanted, max_completion_tokens=9, stream=True).params
+    assert params == SamplingParams(**asked, logprobs=2, max_tokens=9)
+    assert parse(prompt_logprobs=1).params.prompt_logprobs == 1
+    assert parse(return_token_ids=True).return_token_ids
 
 
 def test_null_is_the_default_everywhere() -> None:
@@ -70,14 +76,13 @@ def test_null_is_the_default_everywhere() -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "asking"),
     [
-        ("n", 1, 2),
-        ("n", 1, True),
+        ("best_of", 1, 2),
+        ("best_of", 1, True),
         ("presence_penalty", 0, 0.5),
         ("frequency_penalty", 0.0, -1),
         ("repetition_penalty", 1.0, 1.1),
         ("min_p", 0, 0.1),
-        ("logprobs", False, True),
-        ("top_logprobs", 0, 3),
+        ("detokenize", True, False),
         ("logit_bias", {}, {"5": 1}),
         ("response_format", {"type": "text"}, {"type": "json_object"}),
         ("tools", [], [{"type": "function"}]),
@@ -173,10 +178,66 @@ def test_stream_options() -> None:
     assert parse(stream=True, stream_options={"include_usage": True}).include_usage
     assert not parse(stream=True, stream_options={}).include_usage
     assert refusal(stream_options={"include_usage": True}).parameter == "stream_options"
+    for bad in ({"include_usage": 1}, {"include_usage": "yes"}):
+        error = refusal(stream=True, stream_options=bad)
+        assert error.parameter == "stream_options.include_usage"
+    assert refusal(stream=True, stream_options=[1]).parameter == "stream_options"
+    error = refusal(stream=True, stream_options={"include_obfuscation": True})
+    assert error.parameter == "stream_options.include_obfuscation"
+    neutral = {"include_obfuscation": False, "include_usage": None}
+    assert parse(stream=True, stream_options=neutral) == parse(stream=True)
+
+
+def test_continuous_usage_needs_usage() -> None:
+    """vLLM ignores the one without the other; we do not ignore what is asked for."""
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert parse(stream=True, stream_options=both).continuous_usage
     error = refusal(stream=True, stream_options={"continuous_usage_stats": True})
     assert error.parameter == "stream_options.continuous_usage_stats"
-    error = refusal(stream=True, stream_options={"include_usage": 1})
-    assert error.parameter == "stream_options.include_usage"
+    assert "unless include_usage is true" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("asked", "logprobs"),
+    [
+        ({}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": None, "top_logprobs": None}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": None}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_two_parameters_for_logprobs(asked: dict[str, Any], logprobs: int | None) -> None:
+    assert parse(**asked).params.logprobs == logprobs
+
+
+@pytest.mark.parametrize(
+    ("asked", "parameter", "allowed"),
+    [
+        ({"logprobs": 1}, "logprobs", "true, false or null"),
+        ({"top_logprobs": 3}, "top_logprobs", "unless logprobs is true"),
+        ({"logprobs": False, "top_logprobs": 1}, "top_logprobs", "unless logprobs is true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "0 to 20"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs", "0 to 20"),
+        ({"logprobs": True, "top_logprobs": 2.5}, "top_logprobs", "0 to 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "0 to 20"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "unless stream is false"),
+        ({"return_token_ids": 1}, "return_token_ids", "true, false or null"),
+        ({"n": 0}, "n", "1 to 128"),
+        ({"n": 129}, "n", "1 to 128"),
+        ({"n": True}, "n", "1 to 128"),
+        ({"stream_interval": 0}, "stream_interval", "at least 1"),
+        ({"spaces_between_special_tokens": 0}, "spaces_between_special_tokens", "true or false"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(
+    asked: dict[str, Any], parameter: str, allowed: str
+) -> None:
+    error = refusal(**asked)
+    assert error.parameter == parameter
+    assert allowed in str(error)
 
 
 def test_two_names_for_max_tokens() -> None:
@@ -204,13 +265,26 @@ def test_errors_as_status_and_object(error: Exception, status: int, code: str | 
     assert "secret" not in fields["message"]
 
 
+def answer(output: RequestOutput, **asked: Any) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(full_response(output, parse(**asked), created=7, model="m"))
+    return body
+
+
 def test_full_response() -> None:
-    output = RequestOutput(
-        "r", [1, 2, 3], [CompletionOutput(0, "Hi", [4, 5], "stop")], True, num_cached_tokens=2
+    body = answer(
+        RequestOutput(
+            "r", [1, 2, 3], [CompletionOutput(0, "Hi", [4, 5], "stop")], True, num_cached_tokens=2
+        )
     )
-    body = json.loads(full_response(output, created=7, model="m"))
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
-    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hi"},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
     assert body["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 2,
@@ -218,3 +292,62 @@ def test_full_response() -> None:
         "prompt_tokens_details": {"cached_tokens": 2},
     }
     assert (body["object"], body["created"], body["model"]) == ("chat.completion", 7, "m")
+    assert set(body) == {"id", "object", "created", "model", "choices", "usage"}
+
+
+def test_choices_come_in_order_and_the_prompt_counts_once() -> None:
+    outputs = [
+        CompletionOutput(1, "b", [4], "length"),
+        CompletionOutput(0, "a", [5, 6], "stop", "END"),
+    ]
+    body = answer(RequestOutput("r", [1, 2, 3], outputs, True), n=2, return_token_ids=True)
+    got = [(c["index"], c["message"]["content"], c["stop_reason"]) for c in body["choices"]]
+    assert got == [(0, "a", "END"), (1, "b", None)]
+    assert [c["token_ids"] for c in body["choices"]] == [[5, 6], [4]]
+    assert body["prompt_token_ids"] == [1, 2, 3]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+
+
+LIKELY = Logprob(-0.5, 1, "a", b"a")
+PART = Logprob(-1.5, 2, "\\xf0", b"\xf0")
+RULED_OUT = Logprob(float("-inf"), 9, "z", b"z")
+
+
+def spelled(one: Logprob, logprob: float) -> dict[str, Any]:
+    return {"token": one.decoded_token, "logprob": logprob, "bytes": list(one.token_bytes)}
+
+
+@pytest.mark.parametrize(
+    ("top", "of_token", "listed"),
+    [
+        (0, {8: PART}, []),
+        (1, {8: PART, 7: LIKELY}, [LIKELY]),
+        (1, {7: LIKELY}, [LIKELY]),
+        (2, {8: PART, 7: LIKELY}, [LIKELY, PART]),
+        (2, {9: RULED_OUT, 7: LIKELY, 8: PART}, [LIKELY, PART]),
+    ],
+    ids=["none", "chosen is second", "chosen is first", "both", "chosen is neither"],
+)
+def test_top_logprobs_are_the_most_probable_in_order(
+    top: int, of_token: dict[int, Logprob], listed: list[Logprob]
+) -> None:
+    one = CompletionOutput(0, "x", [next(iter(of_token))], "stop", logprobs=[of_token])
+    body = answer(RequestOutput("r", [1], [one], True), logprobs=True, top_logprobs=top)
+    (entry,) = body["choices"][0]["logprobs"]["content"]
+    assert entry.pop("top_logprobs") == [spelled(one, one.logprob) for one in listed]
+    chosen = next(iter(of_token.values()))
+    assert entry == spelled(chosen, max(chosen.logprob, -9999.0))
+    assert body["choices"][0]["logprobs"]["refusal"] is None
+
+
+@pytest.mark.parametrize("logprob", [float("-inf"), float("nan"), -1e30])
+def test_what_json_cannot_hold_is_ruled_out(logprob: float) -> None:
+    of_token = {5: Logprob(logprob, None, "z", b"z")}
+    one = CompletionOutput(0, "z", [5], "stop", logprobs=[of_token])
+    output = RequestOutput("r", [1, 5], [one], True, prompt_logprobs=[None, of_token])
+    body = answer(output, logprobs=True, prompt_logprobs=0)
+    assert body["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+    assert body["prompt_logprobs"] == [
+        None,
+        {"5": {"logprob": -9999.0, "rank": None, "decoded_token": "z"}},
+    ]

@@ -17,6 +17,7 @@ import openai
 import pytest
 from programs import TRIOLEG, Program, alive, descendants, running, wait_until
 from prometheus_client.parser import text_string_to_metric_families
+from sse_grammar import Choice, read_answer, read_stream
 
 from trioleg.tokenizer import Tokenizer
 
@@ -119,6 +120,46 @@ def answer(server: Server, case: dict[str, Any], stream: bool) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2, "return_token_ids": True},
+        {"stop": [" of", "is"], "stop_hold_back": "fixed", "return_token_ids": True},
+        {"stop": " of", "include_stop_str_in_output": True, "min_tokens": 6},
+        {"n": 3, "seed": 5, "temperature": 1.5, "return_token_ids": True, "stream_interval": 4},
+        {"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 30},
+        {"logprobs": True, "top_logprobs": 3, "stop": " of", "return_token_ids": True},
+        {"logprobs": True, "n": 2, "stream_interval": 3},
+    ],
+    ids=lambda more: " ".join(more),
+)
+def test_streamed_and_plain_answers_are_equal(server: Server, more: dict[str, Any]) -> None:
+    """With the real engine: greedy, or with a seed, the model says the same again."""
+    asked = ask(CASES[0], **more)
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = server.http.post("/v1/chat/completions", json=asked | usage)
+    plain = server.http.post("/v1/chat/completions", json=asked)
+    stream, answer = read_stream(streamed.read(), asked | usage), read_answer(plain.read(), asked)
+    for index, choice in stream.choices.items():
+        # Another batch sums in another order.
+        figures = pytest.approx(logprobs_of(answer.choices[index]), abs=1e-3)
+        assert logprobs_of(choice) == figures
+        choice.logprobs = answer.choices[index].logprobs = None
+    assert (stream.choices, stream.usage) == (answer.choices, answer.usage)
+    different = {one.content for one in answer.choices.values()}
+    assert len(different) == (3 if "seed" in more else 1)
+
+
+def logprobs_of(choice: Choice) -> dict[tuple[int, str], float]:
+    """By place and token: of the chosen tokens and the most probable ones."""
+    entries = enumerate(choice.logprobs or [])
+    return {
+        (place, one["token"]): one["logprob"]
+        for place, entry in entries
+        for one in (entry, *entry["top_logprobs"])
+    }
+
+
 # ---------------------------------------------------------------------------- the openai client
 
 
@@ -144,7 +185,8 @@ def test_openai_usage(server: Server) -> None:
     ("bad", "parameter"),
     [
         ({"temperature": 3}, "temperature"),
-        ({"n": 2}, "n"),
+        ({"n": 200}, "n"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_tokens": 100_000}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x " * 20_000}]}, "messages"),
@@ -259,11 +301,11 @@ def test_a_killed_engine_is_told_to_every_client(doomed_server: Server) -> None:
     server = doomed_server
     endless = ask(CASES[1], max_tokens=4000, ignore_eos=True)
 
-    def stream() -> str:
+    def stream() -> bytes:
         with server.http.stream(
             "POST", "/v1/chat/completions", json=endless | {"stream": True}
         ) as r:
-            return r.read().decode()
+            return r.read()
 
     def plain() -> httpx2.Response:
         return server.http.post("/v1/chat/completions", json=endless)
@@ -274,11 +316,9 @@ def test_a_killed_engine_is_told_to_every_client(doomed_server: Server) -> None:
         wait_until(lambda: server.metric("trioleg_engine_output_tokens_total", engine="0") > 20)
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
         for one in streams:
-            *_, error, done, rest = one.result(timeout=20).split("\n\n")
-            assert (done, rest) == ("data: [DONE]", "")
-            assert (
-                "killed by SIGKILL" in json.loads(error.removeprefix("data: "))["error"]["message"]
-            )
+            stream_ = read_stream(one.result(timeout=20))
+            assert stream_.error is not None
+            assert "killed by SIGKILL" in stream_.error["message"]
         for one in plains:
             response = one.result(timeout=20)
             assert response.status_code == 503

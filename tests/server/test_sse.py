@@ -7,17 +7,25 @@ from typing import Any
 
 import pytest
 
-from trioleg.outputs import CompletionOutput, RequestOutput
+from trioleg.outputs import CompletionOutput, Logprob, RequestOutput
 from trioleg.server.sse import DONE, ChatCompletionFramer, error_event
 
 
-def framer(*, include_usage: bool = False) -> ChatCompletionFramer:
-    return ChatCompletionFramer("r-1", created=7, model="m", include_usage=include_usage)
+def framer(model: str = "m", **more: Any) -> ChatCompletionFramer:
+    return ChatCompletionFramer("r-1", created=7, model=model, prompt_token_ids=[1, 2], **more)
 
 
-def output(text: str, *token_ids: int, finish: str | None = None, **more: Any) -> RequestOutput:
-    completion = CompletionOutput(0, text, list(token_ids), finish, more.pop("stop_reason", None))
-    return RequestOutput("r-1", [1, 2], [completion], finish is not None, **more)
+def output(
+    text: str,
+    *token_ids: int,
+    finish: str | None = None,
+    stop_reason: int | str | None = None,
+    index: int = 0,
+    logprobs: list[dict[int, Logprob]] | None = None,
+    cached: int | None = None,
+) -> RequestOutput:
+    one = CompletionOutput(index, text, list(token_ids), finish, stop_reason, logprobs)
+    return RequestOutput("r-1", [1, 2], [one], finish is not None, cached)
 
 
 def chunks(frames: bytes) -> list[dict[str, Any]]:
@@ -86,7 +94,7 @@ def test_id_created_model_and_object_are_the_same_in_every_chunk() -> None:
 
 def test_usage_comes_once_in_a_chunk_of_its_own() -> None:
     stream = framer(include_usage=True)
-    frames = stream.frames(output("a", 1, num_cached_tokens=1))
+    frames = stream.frames(output("a", 1, cached=1))
     frames += stream.frames(output("b", 2, 3, finish="length")) + stream.last_frames()
     *others, last = chunks(frames)
     assert all(chunk["usage"] is None for chunk in others)
@@ -108,7 +116,7 @@ def test_without_include_usage_no_chunk_has_the_field() -> None:
     "text", ["\u2028", "\u2029", "\u0085", "a\u2028b\u2029c\u0085d", "\x0b\x1c\r\n"]
 )
 def test_nothing_splits_a_data_line(text: str) -> None:
-    stream = ChatCompletionFramer("r", created=7, model=f"m{text}", include_usage=False)
+    stream = framer(f"m{text}")
     frames = stream.frames(output(text, 1))
     assert chunks(frames)[1]["choices"][0]["delta"]["content"] == text
     assert chunks(frames)[1]["model"] == f"m{text}"
@@ -123,9 +131,79 @@ def test_other_characters_are_left_alone(text: str) -> None:
 
 
 def test_an_aborted_stream_finishes_every_choice() -> None:
-    stream = framer()
-    stream.frames(output("a", 1))
-    assert deltas(stream.abort_frames()) == [({}, "abort")]
+    """Those that are finished not again, those that have said nothing yet with their role."""
+    stream = framer(n=3)
+    stream.frames(output("a", 1, finish="stop"))
+    stream.frames(output("b", 1, index=1))
+    got = [(c["choices"][0]["index"], *d) for c, d in both(stream.abort_frames())]
+    assert got == [
+        (1, {"content": ""}, "abort"),
+        (2, {"role": "assistant", "content": ""}, None),
+        (2, {"content": ""}, "abort"),
+    ]
+
+
+def both(frames: bytes) -> list[Any]:
+    return list(zip(chunks(frames), deltas(frames), strict=True))
+
+
+def test_choices_have_their_own_role_and_skip_rule() -> None:
+    stream = framer(n=2)
+    two = output("x", 5, index=1)
+    two.outputs.append(CompletionOutput(0, "", []))
+    frames = stream.frames(two) + stream.frames(output("y", 6)) + stream.frames(output("", index=1))
+    assert [(c["choices"][0]["index"], d[0]) for c, d in both(frames)] == [
+        (1, {"role": "assistant", "content": ""}),
+        (1, {"content": "x"}),
+        (0, {"role": "assistant", "content": ""}),
+        (0, {"content": "y"}),
+        (1, {"content": ""}),
+    ]
+
+
+def test_usage_counts_the_prompt_once_and_all_choices() -> None:
+    stream = framer(n=2, include_usage=True)
+    stream.frames(output("a", 1, 2, finish="stop"))
+    stream.frames(output("b", 3, finish="stop", index=1))
+    (last,) = chunks(stream.last_frames())
+    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+def test_continuous_usage_is_that_of_the_chunks_choice() -> None:
+    stream = framer(n=2, include_usage=True, continuous_usage=True)
+    frames = stream.frames(output("a", 1, 2)) + stream.frames(output("b", 3, index=1))
+    frames += stream.frames(output("c", 4, finish="stop"))
+    frames += stream.frames(output("d", 5, finish="stop", index=1)) + stream.last_frames()
+    counted = [chunk["usage"]["completion_tokens"] for chunk in chunks(frames)]
+    assert counted == [0, 2, 0, 1, 3, 2, 5]
+    assert all(
+        c["usage"]["total_tokens"] == 2 + n for c, n in zip(chunks(frames), counted, strict=True)
+    )
+
+
+def test_token_ids_of_the_prompt_come_once_and_of_the_answer_with_their_text() -> None:
+    stream = framer(n=2, return_token_ids=True)
+    frames = stream.frames(output("a", 1)) + stream.frames(output("", 3, 4, index=1))
+    first, *others = chunks(frames)
+    assert first["prompt_token_ids"] == [1, 2]
+    assert not any("prompt_token_ids" in chunk for chunk in others)
+    assert [c["choices"][0].get("token_ids") for c in [first, *others]] == [None, [1], None, [3, 4]]
+
+
+def test_logprobs_come_with_their_output_though_its_text_is_held_back() -> None:
+    stream = framer(top_logprobs=1)
+    entry = {
+        5: Logprob(-1.0, 2, "\u2028\u0085", "\u2028\u0085".encode()),
+        6: Logprob(-0.5, 1, "b", b"b"),
+    }
+    frames = stream.frames(output("", 5, logprobs=[entry])) + stream.frames(output("ab", 6, 6))
+    assert len(frames.decode().splitlines()) == 6
+    role, held, text = (chunk["choices"][0] for chunk in chunks(frames))
+    assert (role["logprobs"], text["logprobs"]) == (None, None)
+    assert held["delta"] == {"content": ""}
+    (got,) = held["logprobs"]["content"]
+    assert (got["token"], got["bytes"]) == ("\u2028\u0085", [0xE2, 0x80, 0xA8, 0xC2, 0x85])
+    assert [one["token"] for one in got["top_logprobs"]] == ["b"]
 
 
 def test_the_error_event() -> None:

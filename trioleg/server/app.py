@@ -31,7 +31,11 @@ _MAX_REQUEST_ID = 256
 def create_app(llm: LLM, config: ServerConfig | None = None) -> QuartTrio:
     """The OpenAI-compatible app on ``llm``, which has to outlive it (``open_llm`` wraps the server)."""
     config = config or ServerConfig()
-    routes = Routes(llm, config.served_model_name or llm.model)
+    routes = Routes(
+        llm,
+        config.served_model_name or llm.model,
+        keep_alive_interval=config.sse_keep_alive_interval,
+    )
     app = QuartTrio("trioleg", static_folder=None)
     app.asgi_http_class = _HTTPConnection
     # A bigger body is a 413, answered while it still comes in.

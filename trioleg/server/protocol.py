@@ -22,8 +22,9 @@ from ..errors import (
     ServerShutdown,
     TriolegError,
 )
-from ..outputs import RequestOutput
+from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
+from .logprobs import choice_logprobs, prompt_logprobs_json
 
 __all__ = [
     "ChatCompletionRequest",
@@ -39,7 +40,6 @@ __all__ = [
 # Parameters of OpenAI's and vLLM's chat requests that are not honoured, with the values that ask for
 # nothing and are therefore accepted. null is accepted for every one of them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -48,9 +48,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "tools": ([],),
@@ -76,17 +73,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
     "truncate_prompt_tokens": (),
     "priority": (0,),
     "cache_salt": (),
     "request_id": (),
-    "stream_interval": (1,),
     "timeouts": (),
 }
 
 # Parameters that go into SamplingParams under their own names.
 _SAMPLING = (
+    "n",
     "temperature",
     "top_p",
     "top_k",
@@ -97,7 +94,10 @@ _SAMPLING = (
     "stop_token_ids",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "prompt_logprobs",
     "stop_hold_back",
+    "stream_interval",
 )
 
 # "user" says whose request it is, which changes nothing about the answer; it is not kept.
@@ -108,8 +108,14 @@ _OWN = (
     "stream_options",
     "max_tokens",
     "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "return_token_ids",
     "user",
 )
+
+# OpenAI's bound. An engine of vLLM's may allow more, which we do not ask it for.
+_TOP_LOGPROBS_MAX = 20
 
 _ROLES = ("system", "developer", "user", "assistant")
 
@@ -121,13 +127,16 @@ class ModelNotFoundError(InvalidRequestError):
 @dataclass(frozen=True, slots=True)
 class ChatCompletionRequest:
     """A chat request, checked. ``messages``: role and content (text), ready for a chat template.
-    ``model`` None: whichever is served."""
+    ``model`` None: whichever is served. ``return_token_ids``: of prompt and answer, as vLLM does.
+    ``continuous_usage``: the usage so far in every chunk; only with ``include_usage``."""
 
     model: str | None
     messages: list[dict[str, Any]]
     params: SamplingParams
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
 
 
 def parse_chat_completion(
@@ -146,18 +155,29 @@ def _parse(
 ) -> ChatCompletionRequest:
     _refuse_what_is_not_honoured(fields)
     stream = _boolean(fields, "stream")
-    asked = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
-    max_tokens = _max_tokens(fields)
-    if max_tokens is not None:
-        asked["max_tokens"] = max_tokens
-    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    include_usage, continuous_usage = _stream_options(fields, stream=stream)
     return ChatCompletionRequest(
         model=_model(fields),
         messages=_messages(fields),
-        params=make_params(output_kind=kind, **asked),
+        params=make_params(**_sampling(fields, stream=stream)),
         stream=stream,
-        include_usage=_include_usage(fields, stream=stream),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        return_token_ids=_boolean(fields, "return_token_ids"),
     )
+
+
+def _sampling(fields: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
+    """What the request asks of ``SamplingParams``, by its names there."""
+    asked = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    if stream and "prompt_logprobs" in asked:
+        raise _refusal("prompt_logprobs", asked["prompt_logprobs"], "null, unless stream is false")
+    max_tokens = _max_tokens(fields)
+    if max_tokens is not None:
+        asked["max_tokens"] = max_tokens
+    asked["logprobs"] = _logprobs(fields)
+    asked["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    return asked
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -221,22 +241,39 @@ def _model(fields: Mapping[str, Any]) -> str | None:
     return model
 
 
-def _include_usage(fields: Mapping[str, Any], *, stream: bool) -> bool:
+def _logprobs(fields: Mapping[str, Any]) -> int | None:
+    """OpenAI's two parameters as one: how many tokens beside the chosen one; None: no logprobs."""
+    wanted, top = _boolean(fields, "logprobs"), fields.get("top_logprobs")
+    if top is None:
+        top = 0
+    if type(top) is not int or not 0 <= top <= _TOP_LOGPROBS_MAX:
+        raise _refusal("top_logprobs", top, f"0 to {_TOP_LOGPROBS_MAX}, or null")
+    if top and not wanted:
+        raise _refusal("top_logprobs", top, "0 or null, unless logprobs is true")
+    return top if wanted else None
+
+
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+
+
+def _stream_options(fields: Mapping[str, Any], *, stream: bool) -> tuple[bool, bool]:
     options = fields.get("stream_options")
     if options is None:
-        return False
+        return False, False
     if not stream:
         raise _refusal("stream_options", options, "null, unless stream is true")
     if not isinstance(options, dict):
         raise _refusal("stream_options", options, "an object")
     for name, value in options.items():
-        if name != "include_usage" and value not in (None, False):
-            allowed = "include_usage is the one option that is supported"
+        known = name in _STREAM_OPTIONS
+        if value is not None and not (isinstance(value, bool) if known else value is False):
+            allowed = "true or false" if known else f"only {' and '.join(_STREAM_OPTIONS)}"
             raise _refusal(f"stream_options.{name}", value, allowed)
-    value = options.get("include_usage")
-    if value is not None and not isinstance(value, bool):
-        raise _refusal("stream_options.include_usage", value, "true or false")
-    return bool(value)
+    include_usage, continuous = (bool(options.get(name)) for name in _STREAM_OPTIONS)
+    if continuous and not include_usage:
+        allowed = "false, unless include_usage is true"
+        raise _refusal("stream_options.continuous_usage_stats", continuous, allowed)
+    return include_usage, continuous
 
 
 def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -304,32 +341,42 @@ def completion_id(request_id: str) -> str:
     return f"chatcmpl-{request_id}"
 
 
-def full_response(output: RequestOutput, *, created: int, model: str) -> bytes:
+def full_response(
+    output: RequestOutput, request: ChatCompletionRequest, *, created: int, model: str
+) -> bytes:
     """The body of an answer that is not streamed. Also for an unfinished one: finish_reason null.
-    ``created``: seconds since the epoch."""
-    choices = [
-        {
-            "index": one.index,
-            "message": {"role": "assistant", "content": one.text},
-            "logprobs": None,
-            "finish_reason": one.finish_reason,
-            "stop_reason": one.stop_reason,
-        }
-        for one in output.outputs
-    ]
-    completion_tokens = sum(len(one.token_ids) for one in output.outputs)
-    return msgspec.json.encode(
-        {
-            "id": completion_id(output.request_id),
-            "object": "chat.completion",
-            "created": created,
-            "model": model,
-            "choices": choices,
-            "usage": usage_of(
-                len(output.prompt_token_ids), completion_tokens, output.num_cached_tokens
-            ),
-        }
-    )
+    ``created``: seconds since the epoch. The prompt counts once, however many choices there are."""
+    choices = sorted(output.outputs, key=lambda one: one.index)
+    body = {
+        "id": completion_id(output.request_id),
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [_choice(one, request) for one in choices],
+        "usage": usage_of(
+            len(output.prompt_token_ids),
+            sum(len(one.token_ids) for one in choices),
+            output.num_cached_tokens,
+        ),
+    }
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
+    if request.return_token_ids:
+        body["prompt_token_ids"] = output.prompt_token_ids
+    return msgspec.json.encode(body)
+
+
+def _choice(one: CompletionOutput, request: ChatCompletionRequest) -> dict[str, Any]:
+    choice = {
+        "index": one.index,
+        "message": {"role": "assistant", "content": one.text},
+        "logprobs": choice_logprobs(one.logprobs, request.params.logprobs or 0),
+        "finish_reason": one.finish_reason,
+        "stop_reason": one.stop_reason,
+    }
+    if request.return_token_ids:
+        choice["token_ids"] = one.token_ids
+    return choice
 
 
 # Our errors as HTTP statuses and OpenAI's types; the first match wins.

@@ -57,9 +57,12 @@ class EventStreamResponse(Response):
 class Routes:
     """The handlers, bound to one LLM."""
 
-    def __init__(self, llm: LLM, served_model_name: str) -> None:
+    def __init__(
+        self, llm: LLM, served_model_name: str, *, keep_alive_interval: float | None = None
+    ) -> None:
         self._llm = llm
         self._name = served_model_name
+        self._keep_alive_interval = keep_alive_interval
         self._created = int(time.time())
 
     def table(self) -> tuple[tuple[str, str, Callable[[], Awaitable[Response]]], ...]:
@@ -84,7 +87,14 @@ class Routes:
 
     def _stream(self, chat: ChatCompletionRequest) -> Response:
         async def serve(start: Callable[[], Awaitable[None]], send: Send) -> None:
-            await serve_stream(self._llm, chat, self._name, start, send)
+            await serve_stream(
+                self._llm,
+                chat,
+                self._name,
+                start,
+                send,
+                keep_alive_interval=self._keep_alive_interval,
+            )
 
         return EventStreamResponse(serve)
 
@@ -92,16 +102,12 @@ class Routes:
         try:
             output = await self._llm.generate(chat.messages, chat.params)
         except RequestEnded as error:
-            partial = None if error.partial is None else self._body(error.partial)
+            partial = None if error.partial is None else self._body(chat, error.partial)
             return error_response(error, partial)
-        return json_response(self._body(output))
+        return json_response(self._body(chat, output))
 
-    def _body(self, output: RequestOutput) -> bytes:
-        return full_response(
-            output,
-            created=int(time.time()),
-            model=self._name,
-        )
+    def _body(self, chat: ChatCompletionRequest, output: RequestOutput) -> bytes:
+        return full_response(output, chat, created=int(time.time()), model=self._name)
 
     async def models(self) -> Response:
         """GET /v1/models."""

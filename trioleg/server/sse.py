@@ -1,27 +1,35 @@
 """Server-Sent Events: from a ``RequestOutput`` to the bytes of its ``data:`` lines.
 
-Pure. One ``ChatCompletionFramer`` per stream. A stream is: a chunk with the role, then one chunk per
-output (its text may be empty: a token whose text is held back still says that it came), the last of
-them with ``finish_reason``, then usage if asked for, then ``[DONE]``. Only an output without text,
-without a token and with nothing sent before it makes no chunk (a prompt that is being worked on).
+Pure. One ``ChatCompletionFramer`` per stream. A stream is, for each choice (their chunks may be
+mixed): a chunk with the role, then one chunk per output (its text may be empty: a token whose text is
+held back still says that it came, with its logprobs), the last of them with ``finish_reason``; then
+usage if asked for, then ``[DONE]``. Only an output without text, without a token and with nothing
+sent before it for its choice makes no chunk (a prompt that is being worked on).
 
-What is the same in every chunk of a stream is encoded once. U+2028, U+2029 and U+0085 are escaped:
-they are line ends for clients that split with ``str.splitlines``.
+What is the same in every chunk is encoded once: of a plain chunk only its text is encoded. U+2028,
+U+2029 and U+0085 are escaped: they are line ends for clients that split with ``str.splitlines``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from ..outputs import CompletionOutput, RequestOutput
+from .logprobs import choice_logprobs
 from .protocol import completion_id, error_body, usage_of
 
-__all__ = ["DONE", "ChatCompletionFramer", "data_line", "error_event"]
+__all__ = ["DONE", "KEEP_ALIVE", "ChatCompletionFramer", "data_line", "error_event"]
 
 DONE = b"data: [DONE]\n\n"
+# A comment: no client sees it, but every proxy sees that the stream lives.
+KEEP_ALIVE = b": keep-alive\n\n"
+
+_ROLE = b'{"role":"assistant","content":""}'
+_UNFINISHED = b',"logprobs":null,"finish_reason":null}]'
 
 _encode = msgspec.json.Encoder().encode
 
@@ -45,10 +53,38 @@ def _escaped(payload: bytes) -> bytes:
     return payload
 
 
-class ChatCompletionFramer:
-    """The frames of one streamed chat completion. ``created``: seconds since the epoch."""
+@dataclass(slots=True)
+class _Choice:
+    """``opening``: its chunks' bytes up to the delta. ``num_tokens``: framed so far."""
 
-    def __init__(self, request_id: str, *, created: int, model: str, include_usage: bool) -> None:
+    opening: bytes
+    num_tokens: int = 0
+    finished: bool = False
+
+
+class ChatCompletionFramer:
+    """The frames of one streamed chat completion, of ``n`` choices.
+
+    ``created``: seconds since the epoch. ``top_logprobs``: how many to list where an output has
+    logprobs. ``include_usage``: one more chunk at the end, which counts the prompt once and all
+    choices' tokens; ``continuous_usage``: in every other chunk, the prompt and the tokens of *its*
+    choice so far (vLLM's rule). ``return_token_ids``: the prompt's in the first chunk of all, the
+    output's in each.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        created: int,
+        model: str,
+        prompt_token_ids: Sequence[int],
+        n: int = 1,
+        top_logprobs: int = 0,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+        return_token_ids: bool = False,
+    ) -> None:
         head = {
             "id": completion_id(request_id),
             "object": "chat.completion.chunk",
@@ -56,57 +92,77 @@ class ChatCompletionFramer:
             "model": model,
         }
         self._head = b"data: " + _escaped(_encode(head)[:-1]) + b',"choices":'
+        self._prompt_token_ids = prompt_token_ids
+        self._n = n
+        self._top_logprobs = top_logprobs
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._return_token_ids = return_token_ids
         # With include_usage, every chunk but the last one says that it has none.
         self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
-        self._num_tokens: dict[int, int] = {}
-        self._prompt_tokens = 0
+        self._choices: dict[int, _Choice] = {}
         self._cached_tokens: int | None = None
 
     def frames(self, output: RequestOutput) -> bytes:
         """The frames of one output, in one piece; empty if the output has nothing to say."""
-        self._prompt_tokens = len(output.prompt_token_ids)
         if output.num_cached_tokens is not None:
             self._cached_tokens = output.num_cached_tokens
-        return b"".join(self._frames_of(one) for one in output.outputs)
+        return b"".join([self._frames_of(one) for one in output.outputs])
 
     def abort_frames(self) -> bytes:
-        """The finish chunks of a request that somebody aborted."""
-        indexes = list(self._num_tokens) or [0]
-        return b"".join(self._chunk(i, {}, "abort", None) for i in indexes)
+        """The finish chunks of a request that somebody aborted, for the choices without one."""
+        return b"".join(
+            self._frames_of(CompletionOutput(index, "", [], "abort"))
+            for index in range(self._n)
+            if index not in self._choices or not self._choices[index].finished
+        )
 
     def last_frames(self) -> bytes:
         """What follows the finish chunks: usage, if asked for, and ``[DONE]``."""
         if not self._include_usage:
             return DONE
-        usage = usage_of(self._prompt_tokens, sum(self._num_tokens.values()), self._cached_tokens)
-        return self._head + b'[],"usage":' + _encode(usage) + b"}\n\n" + DONE
+        num_tokens = sum(choice.num_tokens for choice in self._choices.values())
+        return self._head + b"[]" + self._usage(num_tokens) + DONE
 
     def _frames_of(self, one: CompletionOutput) -> bytes:
-        index = one.index
-        first = index not in self._num_tokens
-        if first and not one.text and not one.token_ids and one.finish_reason is None:
-            return b""
-        role = (
-            self._chunk(index, {"role": "assistant", "content": ""}, None, None) if first else b""
-        )
-        self._num_tokens[index] = self._num_tokens.get(index, 0) + len(one.token_ids)
-        delta = {"content": one.text}
-        return role + self._chunk(index, delta, one.finish_reason, one.stop_reason)
+        choice = self._choices.get(one.index)
+        role = b""
+        if choice is None:
+            if not one.text and not one.token_ids and one.finish_reason is None:
+                return b""
+            choice = _Choice(self._head + b'[{"index":%d,"delta":' % one.index)
+            role = self._role_chunk(choice)
+            self._choices[one.index] = choice
+        choice.num_tokens += len(one.token_ids)
+        if one.finish_reason is None and not one.logprobs and not self._return_token_ids:
+            rest = _UNFINISHED
+        else:
+            choice.finished = one.finish_reason is not None
+            rest = self._rest(one)
+        delta = b'{"content":' + _escaped(_encode(one.text)) + b"}"
+        return role + choice.opening + delta + rest + self._tail_of(choice)
 
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, str],
-        finish_reason: str | None,
-        stop_reason: int | str | None,
-    ) -> bytes:
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": finish_reason,
+    def _role_chunk(self, choice: _Choice) -> bytes:
+        prompt = b""
+        if self._return_token_ids and not self._choices:
+            prompt = b',"prompt_token_ids":' + _encode(self._prompt_token_ids)
+        return choice.opening + _ROLE + _UNFINISHED + prompt + self._tail_of(choice)
+
+    def _rest(self, one: CompletionOutput) -> bytes:
+        """A chunk's choice behind the delta."""
+        fields: dict[str, Any] = {
+            "logprobs": choice_logprobs(one.logprobs, self._top_logprobs),
+            "finish_reason": one.finish_reason,
         }
-        if finish_reason is not None:
-            choice["stop_reason"] = stop_reason
-        return self._head + _escaped(_encode([choice])) + self._tail
+        if one.finish_reason is not None:
+            fields["stop_reason"] = one.stop_reason
+        if self._return_token_ids:
+            fields["token_ids"] = one.token_ids
+        return b"," + _escaped(_encode(fields)[1:]) + b"]"
+
+    def _tail_of(self, choice: _Choice) -> bytes:
+        return self._usage(choice.num_tokens) if self._continuous_usage else self._tail
+
+    def _usage(self, num_tokens: int) -> bytes:
+        usage = usage_of(len(self._prompt_token_ids), num_tokens, self._cached_tokens)
+        return b',"usage":' + _encode(usage) + b"}\n\n"

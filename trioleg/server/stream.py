@@ -1,13 +1,15 @@
 """``serve_stream``: one request's outputs, written to its client as they come.
 
 The order matters. The stream is opened and its first output awaited *before* the status is sent, so
-that whatever fails until then gets a real status. One cancel scope then holds the whole loop of
-receiving and writing: when the request ends badly, the write in progress ends too. After the scope
-come the last frames, within a bound. Leaving ``open_stream`` is the abort.
+that whatever fails until then gets a real status; only a keep-alive comment, where they are asked
+for, sends it earlier. One cancel scope then holds the whole loop of receiving and writing: when the
+request ends badly, the write in progress ends too. After the scope come the last frames, within a
+bound. Leaving ``open_stream`` is the abort.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -16,11 +18,12 @@ from typing import Any, TypeAlias
 import trio
 
 from ..errors import RequestEnded
-from ..outputs import EndingKind
+from ..outputs import Ending, EndingKind, RequestOutput
 from ..runtime.llm import LLM
 from ..runtime.request_stream import RequestStream
+from ..runtime.tracer import Tracer
 from .protocol import ChatCompletionRequest, error_of
-from .sse import DONE, ChatCompletionFramer, error_event
+from .sse import DONE, KEEP_ALIVE, ChatCompletionFramer, error_event
 
 __all__ = ["SSE_HEADERS", "Send", "serve_stream"]
 
@@ -43,9 +46,12 @@ async def serve_stream(
     model: str,
     start: Callable[[], Awaitable[None]],
     send: Send,
+    *,
+    keep_alive_interval: float | None = None,
 ) -> None:
     """Answer ``request`` with a stream of events: ``start`` sends the status, ``send`` is ASGI's,
-    ``model`` the name that the client sees.
+    ``model`` the name that the client sees. ``keep_alive_interval``: a comment is written after each
+    silence of so many seconds.
 
     Raises what ``open_stream`` and the first ``receive`` raise; nothing has been sent then. Any other
     end is told to the client: in order, or with an error event, and ``[DONE]``. A cancel (the client
@@ -56,40 +62,103 @@ async def serve_stream(
             stream.request_id,
             created=int(time.time()),
             model=model,
+            prompt_token_ids=stream.prompt_token_ids,
+            n=request.params.n,
+            top_logprobs=request.params.logprobs or 0,
             include_usage=request.include_usage,
+            continuous_usage=request.continuous_usage,
+            return_token_ids=request.return_token_ids,
         )
-        first = framer.frames(await stream.receive())
+        events = _Events(stream, framer, send, keep_alive_interval, llm.tracer)
+        first = await events.first()
         await start()
-        with stream.serving():
-            await _write_outputs(stream, framer, first, send)
+        with stream.serving(), suppress(trio.EndOfChannel, RequestEnded):
+            await events.write_from(first)
         with trio.move_on_after(_LAST_FRAMES_TIMEOUT):
-            await _write(send, _last_frames(stream, framer))
+            await events.write(events.last())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _write_outputs(
-    stream: RequestStream, framer: ChatCompletionFramer, frames: bytes, send: Send
-) -> None:
-    with suppress(trio.EndOfChannel, RequestEnded):
+class _Events:
+    """The outputs of one stream as frames, one piece after the other."""
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        framer: ChatCompletionFramer,
+        send: Send,
+        keep_alive_interval: float | None,
+        tracer: Tracer | None,
+    ) -> None:
+        self._stream = stream
+        self._framer = framer
+        self._send = send
+        self._keep_alive_interval = keep_alive_interval or math.inf
+        self._receive: Callable[[], Awaitable[RequestOutput | None]] = (
+            stream.receive if keep_alive_interval is None else self._receive_or_remark
+        )
+        self._tracer = tracer
+        self._unwritten = b""
+
+    async def write_from(self, frames: bytes) -> None:
+        """Write, receive, write … until ``receive`` raises or the request has ended badly.
+
+        By then the scope round this is cancelled, and the frames in hand are for ``last``.
+        """
+        receive, stream = self._receive, self._stream
         while True:
+            if stream.ending is not None and stream.ending.error() is not None:
+                self._unwritten = frames
+                return
             if frames:
-                await _write(send, frames)
-            frames = framer.frames(await stream.receive())
+                await self.write(frames)
+            output = await receive()
+            frames = KEEP_ALIVE if output is None else self._framed(output)
+
+    async def first(self) -> bytes:
+        """The first frames, or, after a silence, a keep-alive comment. Raises as ``receive`` does."""
+        frames = b""
+        while not frames:
+            output = await self._receive()
+            frames = KEEP_ALIVE if output is None else self._framed(output)
+        return frames
+
+    async def write(self, frames: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+        if self._tracer is not None:
+            self._tracer.on_written()
+
+    async def _receive_or_remark(self) -> RequestOutput | None:
+        """The next output; None: there was a silence, and a comment is due."""
+        # Where something is unread, as under load, there is no cancel scope to pay for.
+        unread = self._stream.receive_nowait()
+        if unread is not None:
+            return unread
+        with trio.move_on_after(self._keep_alive_interval):
+            return await self._stream.receive()
+        return None
+
+    def _framed(self, output: RequestOutput) -> bytes:
+        frames = self._framer.frames(output)
+        if self._tracer is not None:
+            self._tracer.on_frames(output, frames)
+        return frames
+
+    def last(self) -> bytes:
+        """What is unwritten or unread after a bad end, then how the request ended, and ``[DONE]``."""
+        unread = self._stream.receive_nowait()
+        frames = b"" if unread is None else self._framed(unread)
+        last = _how_it_ended(self._stream.ending, self._framer)
+        if self._tracer is not None:
+            self._tracer.on_frames(None, last)
+        return self._unwritten + frames + last
 
 
-async def _write(send: Send, frames: bytes) -> None:
-    await send({"type": "http.response.body", "body": frames, "more_body": True})
-
-
-def _last_frames(stream: RequestStream, framer: ChatCompletionFramer) -> bytes:
-    """What is unread after a bad end, then how the request ended, and ``[DONE]``."""
-    unread = stream.receive_nowait()
-    frames = framer.frames(unread) if unread is not None else b""
-    ending = stream.ending
+def _how_it_ended(ending: Ending | None, framer: ChatCompletionFramer) -> bytes:
     assert ending is not None, "the loop ends when the request has ended"
     error = ending.error()
     if error is None:
-        return frames + framer.last_frames()
+        return framer.last_frames()
     if ending.kind is EndingKind.ABORTED:
-        return frames + framer.abort_frames() + framer.last_frames()
-    return frames + error_event(error_of(error)[1]) + DONE
+        return framer.abort_frames() + framer.last_frames()
+    return error_event(error_of(error)[1]) + DONE

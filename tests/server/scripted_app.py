@@ -1,0 +1,136 @@
+"""The app on a scripted engine, in this process: requests go in by ASGI, bytes come out.
+
+No socket and no thread, so the autojump clock works.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import trio
+from quart_trio import QuartTrio
+from tiny_tokenizers import byte_fallback_tokenizer
+
+from trioleg.chat_template import ChatTemplate
+from trioleg.config import LLMConfig, ServerConfig
+from trioleg.messages import EngineCoreRequest
+from trioleg.runtime.llm import LLM
+from trioleg.server.app import create_app
+from trioleg.testing import Script, ScriptedTransport, open_scripted_llm
+
+__all__ = ["MESSAGES", "Answer", "ScriptedApp", "open_app", "open_chat_llm"]
+
+MESSAGES = [{"role": "user", "content": "a b"}]
+_TEMPLATE = "<s>{% for one in messages %}{{ one.content }}{% endfor %}"
+
+
+@dataclass
+class Answer:
+    """What a client has got so far: ``parts`` are (time, bytes). ``reads`` unset: the client takes one
+    more part and then nothing; ``leave`` set: it hangs up. ``pause``: seconds that it takes over
+    each part."""
+
+    status: int | None = None
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    parts: list[tuple[float, bytes]] = field(default_factory=list)
+    is_whole: bool = False
+    reads: trio.Event | None = None
+    leave: trio.Event = field(default_factory=trio.Event)
+    pause: float = 0.0
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(part for _, part in self.parts)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = json.loads(self.body)["error"]
+        return error
+
+
+@dataclass
+class ScriptedApp:
+    """``transport`` has the engine's side."""
+
+    app: QuartTrio
+    llm: LLM
+    transport: ScriptedTransport
+
+    async def ask(self, answer: Answer | None = None, **fields: Any) -> Answer:
+        """POST /v1/chat/completions; returns when the app has let go of the request."""
+        answer = answer or Answer()
+        body = [json.dumps({"messages": MESSAGES, **fields}).encode()]
+
+        async def receive() -> dict[str, Any]:
+            if body:
+                await trio.lowlevel.checkpoint()
+                return {"type": "http.request", "body": body.pop(), "more_body": False}
+            await answer.leave.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            await trio.lowlevel.checkpoint()
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                answer.headers = dict(message["headers"])
+                return
+            assert answer.status is not None
+            assert not answer.is_whole
+            answer.parts.append((trio.current_time(), message.get("body", b"")))
+            await trio.sleep(answer.pause)
+            if answer.reads is not None:
+                await answer.reads.wait()
+            answer.is_whole = not message.get("more_body", False)
+
+        await self.app(_SCOPE, receive, send)
+        return answer
+
+    def vary_choices(self) -> None:
+        """From now on each of a request's choices begins one step further on in the script."""
+        core, add_request = self.transport.core, self.transport.core.add_request
+
+        def add(request: EngineCoreRequest) -> None:
+            add_request(request)
+            index = int(*request.request_id.split("-")[2:])
+            list(itertools.islice(core._waiting[-1].steps, index))
+
+        core.add_request = add
+
+
+_SCOPE: Any = {
+    "type": "http",
+    "asgi": {"version": "3.0", "spec_version": "2.3"},
+    "http_version": "1.1",
+    "method": "POST",
+    "scheme": "http",
+    "path": "/v1/chat/completions",
+    "raw_path": b"/v1/chat/completions",
+    "query_string": b"",
+    "root_path": "",
+    "headers": [(b"content-type", b"application/json"), (b"host", b"test")],
+    "client": ("127.0.0.1", 1),
+    "server": ("127.0.0.1", 2),
+    "extensions": {},
+}
+
+
+def open_chat_llm(
+    script: Script, config: LLMConfig | None = None
+) -> AbstractAsyncContextManager[tuple[LLM, ScriptedTransport]]:
+    """A scripted engine whose tokenizer has a chat template."""
+    template = ChatTemplate(_TEMPLATE, {}, origin="this test")
+    tokenizer = replace(byte_fallback_tokenizer(), chat_template=template)
+    return open_scripted_llm(script, tokenizer, config)
+
+
+@asynccontextmanager
+async def open_app(
+    script: Script, config: ServerConfig | None = None, llm_config: LLMConfig | None = None
+) -> AsyncIterator[ScriptedApp]:
+    async with open_chat_llm(script, llm_config) as (llm, transport):
+        yield ScriptedApp(create_app(llm, config), llm, transport)
