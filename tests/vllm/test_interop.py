@@ -130,6 +130,32 @@ def test_plain_answers_too(url: str) -> None:
     assert answer.usage.completion_tokens == 8
 
 
+def test_vllms_server_reads_our_engines_logprobs(vllm_server: str) -> None:
+    case = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"][0]
+    with client(vllm_server) as (api, model):
+        answer = api.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": case["user"]}],
+            temperature=0,
+            logprobs=True,
+            top_logprobs=5,
+            extra_body={"prompt_logprobs": 2},
+        )
+    steps = answer.choices[0].logprobs.content
+    assert len(steps) == answer.usage.completion_tokens == 8
+    for step, right in zip(steps, case["top5_logprobs_first_4_steps"], strict=False):
+        values = [value for _, value in right]
+        assert [one.logprob for one in step.top_logprobs] == pytest.approx(values, abs=1e-3)
+        assert step.logprob == step.top_logprobs[0].logprob
+    # These arrays are large enough for frames of their own.
+    first, *others = answer.prompt_logprobs
+    assert first is None
+    for token_id, place in zip(case["prompt_token_ids"][1:], others, strict=True):
+        ranked = sorted((one["rank"], one["logprob"]) for one in place.values())
+        assert [rank for rank, _ in ranked] in ([1, 2], [1, 2, place[str(token_id)]["rank"]])
+        assert [value for _, value in ranked] == sorted((v for _, v in ranked), reverse=True)
+
+
 def running_requests(url: str, metric: str) -> float:
     lines = httpx2.get(f"{url}/metrics", trust_env=False).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(metric))
