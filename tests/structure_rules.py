@@ -21,8 +21,10 @@ PLAIN = frozenset(
     {
         "messages",
         "outputs",
+        "prompts",
         "sampling_params",
         "tokenizer",
+        "token_pieces",
         "chat_template",
         "model_store",
         "gguf_convert",
@@ -37,10 +39,25 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "output": FOUNDATION | PLAIN,
     "engine": FOUNDATION | {"messages", "sampling_params", "ipc"},
     "runtime": _BELOW_RUNTIME,
+    "batch_files": FOUNDATION,
+    "offline": FOUNDATION | PLAIN | {"engine", "output"},
     "server": _BELOW_RUNTIME | {"runtime"},
 }
 # These sit on top and may import anything; nothing imports the command line but its own front door.
-ON_TOP = frozenset({"cli", "chat", "chat_server", "pull_bar", "serving", "testing", "__main__"})
+ON_TOP = frozenset(
+    {
+        "batch",
+        "chat",
+        "chat_server",
+        "cli",
+        "pull_bar",
+        "serving",
+        "testing",
+        "trace",
+        "trace_table",
+        "__main__",
+    }
+)
 IMPORTERS_OF_CLI = frozenset({"__main__"})
 
 # Synchronous and without a runtime, so that any concurrency shape can be put round them: whole folders
@@ -49,7 +66,9 @@ PURE_FOLDERS = {
     "output": frozenset[str](),
     "engine": frozenset({"engine.process", "engine.busy_loop", "engine.output_sender"}),
 }
-PURE_MODULES = frozenset({"ipc.codec", "server.sse", "server.protocol"})
+PURE_MODULES = frozenset(
+    {"ipc.codec", "offline", "server.logprobs", "server.sse", "server.protocol"}
+)
 RUNTIMES = frozenset({"trio", "asyncio", "zmq", "quart", "quart_trio", "anyio"})
 
 # The only modules that own a nursery, each for one reason.
@@ -63,6 +82,8 @@ NURSERY_OWNERS = {
     "server.client_connection": "the requests of one connection",
     "server.connection": "the connections of a listener",
     "server.serve": "the listener beside the watch for the engine's death",
+    "testing.llm": "the link of an LLM on a scripted engine",
+    "trace": "the server of one request",
     "serving": "the program: signals beside the server",
 }
 

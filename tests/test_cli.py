@@ -18,7 +18,7 @@ def invoke(*arguments: str):
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["chat", "engine", "models", "pull", "serve"]
+    assert COMMANDS == ["batch", "chat", "engine", "models", "pull", "serve", "trace"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

@@ -1,4 +1,4 @@
-"""The command line: ``trioleg serve``, ``engine``, ``chat``, ``pull``, ``models``.
+"""The command line: ``trioleg serve``, ``engine``, ``chat``, ``batch``, ``trace``, ``pull``, ``models``.
 
 Rules of this file: at the top only what is light. A command imports what it runs on when it runs, so
 that ``--help`` answers at once and no command loads another's weight. stdout is for what a command was
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from . import model_store
-from .config import DTYPES, EngineConfig, LLMConfig, ServerConfig
+from .config import DETOKENIZERS, DTYPES, EngineConfig, LLMConfig, ServerConfig
 from .errors import TriolegError
 
 if TYPE_CHECKING:
@@ -31,7 +31,12 @@ _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
 
 # As a shell has it: 128 + SIGINT. For a talk that never began; one that is left has done its work, with 0.
+# And for a batch that has not ended.
 _INTERRUPTED = 130
+_TERMINATED = 143
+
+# Of a table that goes into a file or a pipe: wide enough for every column.
+_PLAIN_WIDTH = 150
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -115,11 +120,31 @@ def _engine_options(command: _Command) -> _Command:
     help="Wait at tcp://127.0.0.1:PORT (or ipc://PATH) for an engine that somebody else starts.",
 )
 @click.option(
+    "--stream-interval",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Streams get an output only every that many tokens; the first and the last at once.",
+)
+@click.option(
+    "--detokenizer",
+    type=click.Choice(DETOKENIZERS),
+    default=DETOKENIZERS[0],
+    show_default=True,
+    help="Which of the two implementations decodes.",
+)
+@click.option(
+    "--sse-keep-alive",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Write a comment into a stream after so much silence, for proxies that would cut it.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(("debug", "info", "warning", "error")),
     default="info",
     show_default=True,
-    help="What goes to stderr; at info, a line for each request's ending.",
+    help="What goes to stderr; at info, a line for each request's ending and, every 10 s, the load.",
 )
 @click.pass_context
 def serve(
@@ -130,6 +155,9 @@ def serve(
     port: int,
     served_model_name: str | None,
     attach: str | None,
+    stream_interval: int,
+    detokenizer: str,
+    sse_keep_alive: float | None,
     log_level: str,
     **engine: Any,
 ) -> None:
@@ -150,8 +178,15 @@ def serve(
     if attach is not None:
         _refuse_engine_options(context, engine)
     hear = _leave_at_signals()
-    llm_config = LLMConfig(engine=EngineConfig(**engine))
-    server_config = ServerConfig(host=host, port=port, served_model_name=served_model_name)
+    llm_config = LLMConfig(
+        engine=EngineConfig(**engine), stream_interval=stream_interval, detokenizer=detokenizer
+    )
+    server_config = ServerConfig(
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        sse_keep_alive_interval=sse_keep_alive,
+    )
     _pull_if_known(model)
 
     _log_to_stderr(log_level)
@@ -264,6 +299,47 @@ def _torch(model: str, config: EngineConfig) -> Callable[[], Core]:
     return load
 
 
+@commands.command(short_help="Answer a file of requests.")
+@click.argument("in", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--model",
+    default=model_store.DEFAULT_MODEL,
+    show_default=True,
+    help="A name that `trioleg models` lists (fetched if it is not there yet) or a directory.",
+)
+@click.option("--served-model-name", metavar="NAME", help="The model's name in the requests.")
+@_engine_options
+def batch(model: str, out: Path, served_model_name: str | None, **settings: Any) -> None:
+    """Answer the requests in IN, in this process, and write the answers to OUT, both in OpenAI's batch
+    format: a JSON object a line, told apart by custom_id.
+
+    An answer is written as soon as it is finished. If OUT has answers, the others are added: an
+    interrupted run goes on where it stopped. To ask again what ended in an error, delete its line.
+
+    Exit code 0: every request has its answer, be it an error of its own. 1: IN, OUT or the model cannot
+    be used; the message names file and line. 130, 143: SIGINT, SIGTERM.
+
+    \b
+    Example:
+      trioleg batch questions.jsonl answers.jsonl --model smollm2-135m
+    with lines such as
+      {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
+       "body": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}}
+    """
+    # Not the default, which would leave a terminal without its cursor.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    questions = settings.pop("in")
+    config = LLMConfig(engine=EngineConfig(**settings))
+    try:
+        from .batch import run
+
+        _pull_if_known(model)
+        run(model, questions, out, config, served_model_name)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+
+
 @commands.command(short_help="Fetch a model into the cache folder.")
 @click.argument("name")
 def pull(name: str) -> None:
@@ -322,6 +398,87 @@ def _show_table(rows: list[tuple[str, str, str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+
+
+@commands.command(short_help="Show one request hop by hop, token by token.")
+@click.argument("prompt", required=False)
+@click.option(
+    "--model",
+    default=model_store.DEFAULT_MODEL,
+    show_default=True,
+    help="A name that `trioleg models` lists, or a Hugging Face directory.",
+)
+@click.option(
+    "--ids",
+    metavar="1,2,3",
+    help="No model: a scripted engine says these tokens, one a step; MODEL needs only its tokenizer.",
+)
+@click.option("--max-tokens", type=int, help="Longest answer; by default 16, or all of --ids.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="A stop string; may be given again.")
+@click.option("--stream-interval", type=int, help="A frame only every that many tokens.")
+@click.option(
+    "--detokenizer",
+    type=click.Choice(DETOKENIZERS),
+    default=DETOKENIZERS[0],
+    show_default=True,
+    help="Which of the two implementations decodes.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the tables.")
+def trace(
+    prompt: str | None,
+    model: str,
+    ids: str | None,
+    max_tokens: int | None,
+    stop: tuple[str, ...],
+    stream_interval: int | None,
+    detokenizer: str,
+    as_json: bool,
+) -> None:
+    """Serve one greedy request for PROMPT and show the way of every token: when it passed each hop, the
+    frame that carried it, and what was held back and why. Exit code 1 if it ended in an error.
+
+    \b
+    Example:
+      trioleg trace "What is the capital of France?"
+      trioleg trace --ids 391,10813,230,131 --stop "!"
+    """
+    if (prompt is None) == (ids is None):
+        raise click.UsageError("give either PROMPT or --ids")
+    from .sampling_params import SamplingParams
+
+    token_ids = None if ids is None else _parse_ids(ids)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens or (16 if token_ids is None else len(token_ids)),
+        stop=stop,
+        stream_interval=stream_interval,
+    )
+    _pull_if_known(model)
+
+    import trio
+    from rich.console import Console
+
+    from .trace import trace_request
+    from .trace_table import show_trace
+
+    config = LLMConfig(detokenizer=detokenizer)
+    made = trio.run(
+        functools.partial(trace_request, token_ids=token_ids), model, prompt, params, config
+    )
+    if as_json:
+        click.echo(made.to_json())
+    else:
+        show_trace(made, Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH))
+    if any(frame.kind == "error" for frame in made.frames):
+        sys.exit(1)
+
+
+def _parse_ids(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    # No vocabulary has more ids than int32; what this one does not have is the trace's to show.
+    if not all(part.isdecimal() and len(part) < 10 for part in parts):
+        raise click.UsageError(f"--ids is {text!r}; allowed: token ids with commas, such as 1,2,3")
+    return [int(part) for part in parts]
 
 
 @commands.command(short_help="Talk with a model in the terminal.")
