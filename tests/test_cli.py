@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -108,3 +109,11 @@ def test_a_pull_says_its_stages_once(monkeypatch) -> None:
         "downloading tiny",
         "converting tiny",
     ]
+
+
+def test_a_batch_for_no_model_makes_no_file(tmp_path: Path) -> None:
+    questions, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    questions.write_text("{}\n")
+    result = invoke("batch", str(questions), str(answers), "--model", "nonesuch")
+    assert result.exit_code != 0
+    assert not answers.exists()

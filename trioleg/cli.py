@@ -335,6 +335,8 @@ def batch(model: str, out: Path, served_model_name: str | None, **settings: Any)
         from .batch import run
 
         _pull_if_known(model)
+        # Before OUT is made: a wrong name leaves nothing behind.
+        model_store.resolve(model)
         run(model, questions, out, config, served_model_name)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
