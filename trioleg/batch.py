@@ -33,7 +33,7 @@ from .prompts import Prompt
 from .sampling_params import SamplingParams
 from .server.protocol import (
     ChatCompletionRequest,
-    ModelNotFoundError,
+    check_model,
     error_of,
     full_response,
     parse_chat_completion,
@@ -135,11 +135,7 @@ class _Batch:
             raise InvalidRequestError(
                 "stream is true; allowed in a batch: false or null", parameter="stream"
             )
-        if chat.model not in (None, self._name):
-            raise ModelNotFoundError(
-                f"the model {chat.model!r} is not served here; allowed: {self._name!r}",
-                parameter="model",
-            )
+        check_model(chat, self._name)
         return chat
 
     def _body(self, output: RequestOutput, chat: ChatCompletionRequest) -> bytes:

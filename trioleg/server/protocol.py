@@ -29,6 +29,7 @@ from .logprobs import choice_logprobs, prompt_logprobs_json
 __all__ = [
     "ChatCompletionRequest",
     "ModelNotFoundError",
+    "check_model",
     "completion_id",
     "error_body",
     "error_of",
@@ -137,6 +138,15 @@ class ChatCompletionRequest:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+
+
+def check_model(request: ChatCompletionRequest, served: str) -> None:
+    """Raises ``ModelNotFoundError`` if the request names another model than the one ``served``."""
+    if request.model not in (None, served):
+        raise ModelNotFoundError(
+            f"the model {request.model!r} is not served here; allowed: {served!r}",
+            parameter="model",
+        )
 
 
 def parse_chat_completion(

@@ -16,7 +16,7 @@ from ..runtime.llm import LLM
 from .metrics import metrics_text
 from .protocol import (
     ChatCompletionRequest,
-    ModelNotFoundError,
+    check_model,
     error_body,
     error_of,
     full_response,
@@ -78,11 +78,7 @@ class Routes:
         """POST /v1/chat/completions."""
         body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
         chat = parse_chat_completion(body, self._llm.default_sampling_params)
-        if chat.model not in (None, self._name):
-            raise ModelNotFoundError(
-                f"the model {chat.model!r} is not served here; allowed: {self._name!r}",
-                parameter="model",
-            )
+        check_model(chat, self._name)
         return self._stream(chat) if chat.stream else await self._whole(chat)
 
     def _stream(self, chat: ChatCompletionRequest) -> Response:
