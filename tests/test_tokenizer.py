@@ -210,7 +210,9 @@ _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_
 
 
 @pytest.mark.parametrize("file", _FILES)
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[]", b"[" * 100_000, b'{"a":' * 100_000]
+)
 def test_a_corrupt_file_is_named(directory: Path, file: str, content: bytes) -> None:
     (directory / file).write_bytes(content)
     with pytest.raises(ModelStoreError, match=file):
@@ -228,6 +230,12 @@ def test_a_corrupt_file_is_named(directory: Path, file: str, content: bytes) -> 
         ("generation_config.json", {"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ("generation_config.json", {"eos_token_id": [1, -2]}, r"eos_token_id is \[1, -2\]"),
         ("generation_config.json", {"temperature": "hot"}, "temperature is 'hot'"),
+        ("config.json", {"vocab_size": 2**31}, "vocab_size is 2147483648; .* from 1 to 2147483647"),
+        ("config.json", {"vocab_size": 9, "max_position_embeddings": 10**30}, "embeddings is 1000"),
+        ("generation_config.json", {"eos_token_id": 10**30}, "eos_token_id is 1000"),
+        ("generation_config.json", {"temperature": float("inf")}, "temperature is inf"),
+        ("generation_config.json", {"top_p": float("nan")}, "top_p is nan"),
+        ("generation_config.json", {"top_k": 10**400}, "top_k is 1000.*…; allowed: a number"),
         ("tokenizer_config.json", {"chat_template": 7}, "chat_template"),
         ("tokenizer_config.json", {"chat_template": "{% if %}"}, "does not parse: line 1"),
     ],

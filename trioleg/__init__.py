@@ -3,8 +3,11 @@
 The layering, which a test enforces (arrows are imports, and run one way):
 
     server → runtime → {ipc, output} → {messages, outputs, sampling_params, prompts} → {errors, config}
-    engine → {messages, sampling_params, ipc}
+    engine → {messages, sampling_params, tokenizer, grammar_gate, model_files, ipc}
+    {engine, runtime} → grammar_gate → structured_outputs
+    sampling_params → {structured_outputs, param_checks}
     model_store → gguf_convert;  prompts → tokenizer → {chat_template, token_pieces}
+    {model_store, gguf_convert, tokenizer} → model_files → errors
     offline → {engine, output};  batch_files → {errors, config}
 
 ``testing`` and the programs (``cli``, ``serving``, ``batch``, ``chat``, ``chat_server``, ``pull_bar``, ``trace``,
@@ -28,8 +31,10 @@ if TYPE_CHECKING:
         ReaderTooSlow,
         RequestAborted,
         RequestEnded,
+        RequestRefused,
         ServerShutdown,
         TriolegError,
+        WireError,
     )
     from .outputs import (
         CompletionOutput,
@@ -45,12 +50,14 @@ if TYPE_CHECKING:
     from .runtime.request_stream import RequestStream
     from .sampling_params import (
         PoolingParams,
+        RepetitionDetectionParams,
         RequestOutputKind,
         SamplingParams,
         StopHoldBack,
     )
     from .server.app import create_app
     from .server.serve import serve
+    from .structured_outputs import StructuredOutputsParams
     from .tokenizer import Tokenizer
 
 _HOMES = {
@@ -64,8 +71,10 @@ _HOMES = {
         "ReaderTooSlow",
         "RequestAborted",
         "RequestEnded",
+        "RequestRefused",
         "ServerShutdown",
         "TriolegError",
+        "WireError",
     ),
     "outputs": (
         "CompletionOutput",
@@ -79,10 +88,17 @@ _HOMES = {
     ),
     "runtime.llm": ("LLM", "open_llm"),
     "runtime.request_stream": ("RequestStream",),
-    "sampling_params": ("PoolingParams", "RequestOutputKind", "SamplingParams", "StopHoldBack"),
+    "sampling_params": (
+        "PoolingParams",
+        "RepetitionDetectionParams",
+        "RequestOutputKind",
+        "SamplingParams",
+        "StopHoldBack",
+    ),
     "server.app": ("create_app",),
     "tokenizer": ("Tokenizer",),
     "server.serve": ("serve",),
+    "structured_outputs": ("StructuredOutputsParams",),
 }
 # Used by their own names: ``trioleg.offline.generate``.
 _MODULES = ("offline",)
@@ -105,18 +121,22 @@ __all__ = [
     "PoolingParams",
     "PoolingRequestOutput",
     "ReaderTooSlow",
+    "RepetitionDetectionParams",
     "RequestAborted",
     "RequestEnded",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
+    "RequestRefused",
     "RequestStream",
     "SamplingParams",
     "ServerConfig",
     "ServerShutdown",
     "StopHoldBack",
+    "StructuredOutputsParams",
     "Tokenizer",
     "TriolegError",
+    "WireError",
     "create_app",
     "offline",
     "open_llm",

@@ -8,25 +8,46 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from .errors import InvalidRequestError
 
-__all__ = ["DETOKENIZERS", "DTYPES", "EngineConfig", "LLMConfig", "ServerConfig"]
+__all__ = [
+    "DETOKENIZERS",
+    "DTYPES",
+    "SCHEDULING_POLICIES",
+    "EngineConfig",
+    "LLMConfig",
+    "ServerConfig",
+]
 
 # Two implementations of one contract: "fast" decodes in the tokenizers library, "readable" step by step
 # in Python, with offsets that a debugger can show.
 DETOKENIZERS = ("fast", "readable")
 
+# Counts of tokens, requests and blocks: int32, as torch and the wire have them.
+_LARGEST = 2**31 - 1
+
 # "auto" is the checkpoint's own dtype.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+# First come first served; or the smallest ``priority`` first, and among equals the same.
+SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How our own torch engine is started; names and meanings are vLLM's flags.
 
+    ``dtype``: see ``DTYPES``; "auto" is the checkpoint's. ``device``: a torch device; "auto" takes a GPU if there
+    is one. ``scheduling_policy``: see ``SCHEDULING_POLICIES``; "priority" lets requests name one.
     ``max_model_len`` None: the model's own context. ``max_num_seqs``: requests running at once; more
     wait in the engine. ``max_num_batched_tokens``: tokens of one step, prompt chunks included.
+    ``max_logprobs``: how many of the most probable tokens a request may ask for at each position; -1: all
+    that there are. ``enable_prefix_caching``: keep the keys and values of finished requests, for prompts
+    that begin alike. ``num_gpu_blocks_override``: blocks of the key/value cache; None: what memory allows.
+    ``torch_profiler_dir``: where traces of torch's profiler go; None: it cannot be turned on.
     """
 
     dtype: str = "auto"
@@ -34,6 +55,11 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
+    max_logprobs: int = 20
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    num_gpu_blocks_override: int | None = None
+    torch_profiler_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -41,12 +67,20 @@ class EngineConfig:
             raise InvalidRequestError(
                 f"dtype is {self.dtype!r}; allowed: {allowed}", parameter="dtype"
             )
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidRequestError(
-                    f"{name} is {value}; allowed: an integer of at least 1", parameter=name
-                )
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise InvalidRequestError(
+                f"scheduling_policy is {self.scheduling_policy!r}; allowed: "
+                f"{', '.join(SCHEDULING_POLICIES)}",
+                parameter="scheduling_policy",
+            )
+        _check_integer("max_num_seqs", self.max_num_seqs)
+        _check_integer("max_num_batched_tokens", self.max_num_batched_tokens)
+        if self.max_model_len is not None:
+            _check_integer("max_model_len", self.max_model_len)
+        if self.num_gpu_blocks_override is not None:
+            _check_integer("num_gpu_blocks_override", self.num_gpu_blocks_override)
+        if self.max_logprobs != -1:
+            _check_integer("max_logprobs", self.max_logprobs, 0, "-1 (no bound), or an integer")
 
     def arguments(self) -> list[str]:
         """These settings as ``trioleg engine`` takes them."""
@@ -55,21 +89,35 @@ class EngineConfig:
             f"--device={self.device}",
             f"--max-num-seqs={self.max_num_seqs}",
             f"--max-num-batched-tokens={self.max_num_batched_tokens}",
+            f"--max-logprobs={self.max_logprobs}",
+            f"--{'' if self.enable_prefix_caching else 'no-'}enable-prefix-caching",
+            f"--scheduling-policy={self.scheduling_policy}",
         ]
         if self.max_model_len is not None:
             flags.append(f"--max-model-len={self.max_model_len}")
+        if self.num_gpu_blocks_override is not None:
+            flags.append(f"--num-gpu-blocks-override={self.num_gpu_blocks_override}")
+        if self.torch_profiler_dir is not None:
+            flags.append(f"--torch-profiler-dir={self.torch_profiler_dir.absolute()}")
         return flags
+
+
+def _check_integer(name: str, value: Any, minimum: int = 1, what: str = "an integer") -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not minimum <= value <= _LARGEST:
+        allowed = f"{what} from {minimum} to {_LARGEST}"
+        raise InvalidRequestError(f"{name} is {value!r:.60}; allowed: {allowed}", parameter=name)
 
 
 def _chunk_size() -> int:
     """128, vLLM's default for its own loop, or TRIOLEG_OUTPUT_PROC_CHUNK_SIZE."""
     text = os.environ.get("TRIOLEG_OUTPUT_PROC_CHUNK_SIZE", "128")
-    if not text.isdecimal() or int(text) < 1:
-        raise InvalidRequestError(
-            f"TRIOLEG_OUTPUT_PROC_CHUNK_SIZE is {text!r}; allowed: an integer of at least 1",
-            parameter="TRIOLEG_OUTPUT_PROC_CHUNK_SIZE",
-        )
-    return int(text)
+    try:
+        size: int | str = int(text)
+    except ValueError:
+        size = text
+    _check_integer("TRIOLEG_OUTPUT_PROC_CHUNK_SIZE", size)
+    return int(size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +147,7 @@ class LLMConfig:
                 f"detokenizer is {self.detokenizer!r}; allowed: {', '.join(DETOKENIZERS)}",
                 parameter="detokenizer",
             )
-        if self.stream_interval < 1:
-            raise InvalidRequestError(
-                f"stream_interval is {self.stream_interval}; allowed: an integer of at least 1",
-                parameter="stream_interval",
-            )
+        _check_integer("stream_interval", self.stream_interval)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

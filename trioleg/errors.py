@@ -21,6 +21,7 @@ __all__ = [
     "ReaderTooSlow",
     "RequestAborted",
     "RequestEnded",
+    "RequestRefused",
     "ServerShutdown",
     "TriolegError",
     "WireError",
@@ -32,7 +33,8 @@ class TriolegError(Exception):
 
 
 class InvalidRequestError(TriolegError, ValueError):
-    """A request that cannot be served as it was asked for; nothing was sent to an engine.
+    """A request that cannot be served as it was asked for. Unless it is a ``RequestRefused``, nothing was
+    sent to an engine.
 
     ``parameter`` is the name that the caller used (dotted for a nested one), or None when no single
     one is to blame. The message names parameter, value and what is allowed.
@@ -71,6 +73,11 @@ class EngineDeadError(RequestEnded):
 
 class RequestAborted(RequestEnded):
     """Somebody other than the reader aborted the request."""
+
+
+class RequestRefused(RequestEnded, InvalidRequestError):
+    """The engine found, before the first token or behind it, that the request cannot be served as it was
+    asked for. ``parameter`` as in ``InvalidRequestError``."""
 
 
 class OutputError(RequestEnded):

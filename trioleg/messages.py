@@ -35,9 +35,12 @@ __all__ = [
     "LogprobsTensors",
     "NdArray",
     "PrefillStats",
+    "PrefixCacheStats",
     "SchedulerStats",
     "UtilityOutput",
     "engine_identity",
+    "read_refusal",
+    "refusal_reason",
 ]
 
 # A lone frame of these 16 bytes on an output leg: an engine's last word. It names no engine.
@@ -71,6 +74,24 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+# How our engine spells the stop_reason of a request that ends with ERROR by its own fault. Other engines
+# send a sentence at most, which blames nobody.
+_REFUSAL = "InvalidRequestError"
+
+
+def refusal_reason(parameter: str | None, sentence: str) -> str:
+    """The stop_reason of a request that cannot be served as it was asked for."""
+    return f"{_REFUSAL}({parameter or ''}): {sentence}"
+
+
+def read_refusal(stop_reason: int | str | None) -> tuple[str | None, str] | None:
+    """Parameter and sentence of what ``refusal_reason`` made; None for any other stop_reason."""
+    if not isinstance(stop_reason, str) or not stop_reason.startswith(f"{_REFUSAL}("):
+        return None
+    parameter, separator, sentence = stop_reason[len(_REFUSAL) + 1 :].partition("): ")
+    return (parameter or None, sentence) if separator else None
+
+
 class EngineSamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The part of vLLM's SamplingParams that an engine reads: a map on the wire.
 
@@ -96,6 +117,8 @@ class EngineSamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: Any = None
+    # True: nothing of this prompt is taken from the prefix cache. None: as prompt_logprobs need it.
+    skip_reading_prefix_cache: bool | None = None
     repetition_detection: Any = None
     thinking_token_budget: Any = None
     trace_decode_token_ids: Any = None
@@ -239,6 +262,19 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     prompt_token_id_logprobs: Any = None
 
 
+class PrefixCacheStats(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a prefix cache was asked in one step: ``queries`` and ``hits`` are tokens, of ``requests`` that
+    were admitted; those that had been preempted before count apart. ``reset``: it was emptied."""
+
+    reset: bool = False
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """An engine's figures after a step: a map; peers may send more keys than these."""
 
@@ -247,6 +283,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     step_counter: int = 0
     # 0 (nothing used) to 1 (every block of the key/value cache used).
     kv_cache_usage: float = 0.0
+    prefix_cache_stats: PrefixCacheStats | None = None
 
 
 class UtilityOutput(msgspec.Struct, array_like=True):

@@ -16,6 +16,7 @@ from .errors import (
     ReaderTooSlow,
     RequestAborted,
     RequestEnded,
+    RequestRefused,
     ServerShutdown,
 )
 
@@ -144,6 +145,7 @@ class EndingKind(enum.StrEnum):
     ABORTED = "aborted"  # by somebody else: the engine's own shutdown, or an operator
     ENGINE_DEAD = "engine_dead"
     OUTPUT_ERROR = "output_error"
+    REFUSED = "refused"  # by the engine, since it cannot be served as it was asked for
     READER_TOO_SLOW = "reader_too_slow"
     SHUTDOWN = "shutdown"
 
@@ -153,6 +155,7 @@ _ERRORS: dict[EndingKind, type[RequestEnded]] = {
     EndingKind.ENGINE_DEAD: EngineDeadError,
     EndingKind.OUTPUT_ERROR: OutputError,
     EndingKind.READER_TOO_SLOW: ReaderTooSlow,
+    EndingKind.REFUSED: RequestRefused,
     EndingKind.SHUTDOWN: ServerShutdown,
 }
 
@@ -161,17 +164,24 @@ _ERRORS: dict[EndingKind, type[RequestEnded]] = {
 class Ending:
     """Why a request ended: decided once, by whoever came first (``RequestStream.end``).
 
-    ``cause`` is a sentence for people; ``engine`` the rank that had the request, where known.
+    ``cause`` is a sentence for people; ``engine`` the rank that had the request, where known;
+    ``parameter``, after ``REFUSED``, which parameter is to blame.
     """
 
     kind: EndingKind
     cause: str = ""
     engine: int | None = None
+    parameter: str | None = None
 
     def error(self) -> RequestEnded | None:
         """A fresh exception for the reader; None after an ending that is not an error.
 
         ``LEFT`` makes none either: the reader is the one who left.
         """
-        error = _ERRORS.get(self.kind)
-        return None if error is None else error(self.cause or self.kind.value)
+        kind = _ERRORS.get(self.kind)
+        if kind is None:
+            return None
+        error = kind(self.cause or self.kind.value)
+        if isinstance(error, RequestRefused):
+            error.parameter = self.parameter
+        return error

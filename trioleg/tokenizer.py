@@ -1,7 +1,7 @@
 """What the front end knows of a model: its tokenizer, chat template, end tokens and limits.
 
-Rules of this file: pure and synchronous; imports only ``errors``, ``chat_template`` and
-``token_pieces``. It reads the JSON files of a Hugging Face directory, never the weights.
+Rules of this file: pure and synchronous; imports only ``errors``, ``model_files``, ``chat_template``
+and ``token_pieces``. It reads the JSON files of a Hugging Face directory, never the weights.
 
 Everything is read once, by ``Tokenizer.from_directory``; a value that a later hop would trip over is
 refused there, with the file's name. After that an object does not change, and threads may share it.
@@ -9,7 +9,6 @@ refused there, with the file's name. After that an object does not change, and t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import tokenizers
 
 from .chat_template import ChatTemplate
 from .errors import InvalidRequestError, ModelStoreError
+from .model_files import LARGEST_INTEGER, read_json_object
 from .token_pieces import TokenPieces
 
 __all__ = ["Tokenizer"]
@@ -30,6 +30,8 @@ _GENERATION_DEFAULTS = (
     "top_p",
     "top_k",
     "min_p",
+    "presence_penalty",
+    "frequency_penalty",
     "repetition_penalty",
     "max_new_tokens",
 )
@@ -73,10 +75,10 @@ class Tokenizer:
         """
         backend = _load_backend(path / "tokenizer.json")
         config_file = path / "config.json"
-        config = _language_model(_read_json(config_file), config_file)
+        config = _language_model(read_json_object(config_file), config_file)
         generation_file = path / "generation_config.json"
-        generation = _read_json(generation_file, optional=True)
-        tokenizer_config = _read_json(path / "tokenizer_config.json", optional=True)
+        generation = read_json_object(generation_file, optional=True)
+        tokenizer_config = read_json_object(path / "tokenizer_config.json", optional=True)
         vocab_size = _positive(config, "vocab_size", config_file)
         if vocab_size is None:
             raise ModelStoreError(f"{config_file} has no vocab_size")
@@ -153,33 +155,20 @@ def _load_backend(file: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        if optional:
-            return {}
-        raise ModelStoreError(f"{file} is missing") from None
-    except (OSError, ValueError) as error:
-        raise ModelStoreError(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelStoreError(f"{file} holds no JSON object")
-    return value
-
-
 def _language_model(config: dict[str, Any], file: Path) -> dict[str, Any]:
     """A model of text and images keeps its language model's settings one level down."""
     nested = config.get("text_config") or {}
     if not isinstance(nested, dict):
-        raise ModelStoreError(f"{file}: text_config is {nested!r}; allowed: a JSON object")
+        raise ModelStoreError(f"{file}: text_config is {_shown(nested)}; allowed: a JSON object")
     return config | nested
 
 
 def _positive(settings: Mapping[str, Any], name: str, file: Path) -> int | None:
     value = settings.get(name)
-    if value is None or (_is_number(value, int) and value > 0):
+    if value is None or (_is_number(value, int) and 0 < value <= LARGEST_INTEGER):
         return value
-    raise ModelStoreError(f"{file}: {name} is {value!r}; allowed: an integer of at least 1")
+    allowed = f"an integer from 1 to {LARGEST_INTEGER}"
+    raise ModelStoreError(f"{file}: {name} is {_shown(value)}; allowed: {allowed}")
 
 
 def _token_ids(settings: Mapping[str, Any], file: Path) -> tuple[int, ...]:
@@ -187,8 +176,9 @@ def _token_ids(settings: Mapping[str, Any], file: Path) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(_is_number(one, int) and one >= 0 for one in ids):
-        raise ModelStoreError(f"{file}: eos_token_id is {value!r}; allowed: a token id or a list")
+    if not all(_is_number(one, int) and 0 <= one <= LARGEST_INTEGER for one in ids):
+        shown = _shown(value)
+        raise ModelStoreError(f"{file}: eos_token_id is {shown}; allowed: a token id or a list")
     return tuple(dict.fromkeys(ids))
 
 
@@ -205,10 +195,17 @@ def _generation_defaults(generation: Mapping[str, Any], file: Path) -> Mapping[s
         value = generation.get(name)
         if value is None:
             continue
-        if not _is_number(value, int | float):
-            raise ModelStoreError(f"{file}: {name} is {value!r}; allowed: a number")
+        if not _is_number(value, int | float) or not abs(value) <= LARGEST_INTEGER:
+            allowed = f"a number from -{LARGEST_INTEGER} to {LARGEST_INTEGER}"
+            raise ModelStoreError(f"{file}: {name} is {_shown(value)}; allowed: {allowed}")
         found[name] = value
     return MappingProxyType(found)
+
+
+def _shown(value: Any) -> str:
+    """For one line of a person's."""
+    text = repr(value)
+    return f"{text[:200]}…" if len(text) > 200 else text
 
 
 def _is_number(value: Any, kind: Any) -> bool:
