@@ -11,7 +11,7 @@ import transformers
 from engine_helpers import load_tiny_llama, make_core, save_tiny_llama
 
 from trioleg.engine.core import EngineCore
-from trioleg.engine.model import LlamaModel
+from trioleg.engine.model import CausalLM
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,10 +36,10 @@ def tiny_reference(tiny_dir: Path) -> transformers.LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_dir: Path) -> LlamaModel:
+def tiny_model(tiny_dir: Path) -> CausalLM:
     return load_tiny_llama(tiny_dir)
 
 
 @pytest.fixture
-def core(tiny_model: LlamaModel) -> EngineCore:
+def core(tiny_model: CausalLM) -> EngineCore:
     return make_core(tiny_model)

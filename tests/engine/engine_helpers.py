@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import transformers
 
+from trioleg.config import EngineConfig
 from trioleg.engine.core import EngineCore
-from trioleg.engine.model import LlamaModel
+from trioleg.engine.model import CausalLM
 from trioleg.engine.model_config import read_model_config
 from trioleg.engine.weights import load_weights
 from trioleg.messages import EngineCoreOutput, EngineCoreRequest, EngineSamplingParams, FinishReason
@@ -39,17 +40,24 @@ def save_tiny_llama(path: Path, **changes: Any) -> transformers.LlamaForCausalLM
     return model
 
 
-def load_tiny_llama(path: Path, *, max_model_len: int | None = None) -> LlamaModel:
+def load_tiny_llama(path: Path, *, max_model_len: int | None = None) -> CausalLM:
     config = read_model_config(path)
     weights = load_weights(path, config, dtype=torch.float32, device=torch.device("cpu"))
-    return LlamaModel(
-        config, weights, max_model_len=max_model_len or config.max_position_embeddings
+    return CausalLM(config, weights, max_model_len=max_model_len or config.max_position_embeddings)
+
+
+def make_core(
+    model: CausalLM,
+    *,
+    num_blocks: int = 64,
+    engine_index: int = 0,
+    model_dir: Path | None = None,
+    **changes: Any,
+) -> EngineCore:
+    config = EngineConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **changes})
+    return EngineCore(
+        model, num_blocks=num_blocks, config=config, engine_index=engine_index, model_dir=model_dir
     )
-
-
-def make_core(model: LlamaModel, **changes: int) -> EngineCore:
-    sizes = {"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, **changes}
-    return EngineCore(model, **sizes)
 
 
 def wire_request(

@@ -12,8 +12,7 @@ from engine_helpers import VOCAB, make_core, only, run_to_the_end, wire_request
 
 from trioleg.engine import core as core_module
 from trioleg.engine.core import EngineCore
-from trioleg.engine.model import LlamaModel
-from trioleg.errors import WireError
+from trioleg.engine.model import CausalLM
 from trioleg.messages import EngineCoreEvent, EngineCoreOutputs, FinishReason, PrefillStats
 
 
@@ -27,7 +26,7 @@ def test_at_rest_there_is_nothing_to_do(core: EngineCore) -> None:
     assert core.step() == {}
 
 
-def test_a_request_from_first_output_to_last(tiny_model: LlamaModel) -> None:
+def test_a_request_from_first_output_to_last(tiny_model: CausalLM) -> None:
     core = make_core(tiny_model, engine_index=3)
     core.add_request(wire_request("a", [1, 2, 3], max_tokens=3, client_index=2))
     assert core.wait_s() == 0.0
@@ -52,7 +51,7 @@ def test_a_request_from_first_output_to_last(tiny_model: LlamaModel) -> None:
     assert core.wait_s() is None
 
 
-def test_a_chunk_without_a_token_still_makes_a_message(tiny_model: LlamaModel) -> None:
+def test_a_chunk_without_a_token_still_makes_a_message(tiny_model: CausalLM) -> None:
     core = make_core(tiny_model, max_num_batched_tokens=4)
     core.add_request(wire_request("a", [1] * 10))
     for _ in range(2):
@@ -89,7 +88,7 @@ def test_stop_tokens_end_a_request_and_are_in_the_output(core: EngineCore, kind:
     assert stop not in results["b"].token_ids[:at]
 
 
-def test_the_context_ends_a_request(tiny_model: LlamaModel, core: EngineCore) -> None:
+def test_the_context_ends_a_request(tiny_model: CausalLM, core: EngineCore) -> None:
     core.add_request(wire_request("a", [1] * 250, max_tokens=1000))
     result = run_to_the_end(core)["a"]
     assert len(result.token_ids) == tiny_model.max_model_len - 250
@@ -98,7 +97,7 @@ def test_the_context_ends_a_request(tiny_model: LlamaModel, core: EngineCore) ->
 
 def test_an_abort_is_silent_and_its_blocks_are_seen_to_return(core: EngineCore) -> None:
     core.add_request(wire_request("a", [1] * 40, max_tokens=100))
-    core.add_request(wire_request("b", [1] * 40, max_tokens=1))
+    core.add_request(wire_request("b", [2] * 40, max_tokens=1))
     before = only(core.step())
     assert free_blocks(before, core) == 58
     core.abort_requests(["a", "unknown"])
@@ -122,7 +121,7 @@ def test_the_last_abort_makes_one_message_of_figures(core: EngineCore) -> None:
     assert core.step() == {}
 
 
-def test_a_queued_request_that_is_aborted_never_runs(tiny_model: LlamaModel) -> None:
+def test_a_queued_request_that_is_aborted_never_runs(tiny_model: CausalLM) -> None:
     core = make_core(tiny_model, max_num_seqs=1)
     for name in "abc":
         core.add_request(wire_request(name, [1], max_tokens=3))
@@ -160,7 +159,7 @@ def test_a_client_is_aborted_whole(core: EngineCore) -> None:
     assert set(run_to_the_end(core)) == {"r0", "r2"}
 
 
-def test_shutdown_ends_every_request_once(tiny_model: LlamaModel) -> None:
+def test_shutdown_ends_every_request_once(tiny_model: CausalLM) -> None:
     core = make_core(tiny_model, max_num_seqs=2)
     for index in range(4):
         core.add_request(wire_request(f"r{index}", [1, 2], max_tokens=50, client_index=index))
@@ -186,10 +185,20 @@ BAD: list[dict[str, Any]] = [
     {"temperature": -1.0},
     {"top_p": 0.0},
     {"seed": 2**63},
-    {"min_p": 0.5},
+    {"min_p": 1.5},
+    {"presence_penalty": float("nan")},
+    {"repetition_penalty": 0.0},
+    {"logit_bias": {VOCAB: 1.0}},
+    {"logit_bias": {1: float("inf")}},
+    {"allowed_token_ids": []},
+    {"allowed_token_ids": list(range(VOCAB)) * 1000},
+    {"bad_words_token_ids": [[]]},
+    {"bad_words_token_ids": [[1, 2**40]]},
+    {"logprob_token_ids": [-1]},
+    {"repetition_detection": {"max_pattern_size": 2, "min_count": -(2**62)}},
     {"logprobs": -1},
     {"prompt_logprobs": 21},
-    {"structured_outputs": {"json": "{}"}},
+    {"structured_outputs": {"json": "{}", "regex": "a"}},
 ]
 
 
@@ -247,13 +256,13 @@ def test_a_fault_in_one_requests_bookkeeping_ends_that_request(
     assert "request b: its step failed" in caplog.text
 
 
-def test_nan_ends_the_request_that_has_it_and_poisons_no_other(tiny_model: LlamaModel) -> None:
+def test_nan_ends_the_request_that_has_it_and_poisons_no_other(tiny_model: CausalLM) -> None:
     # Token 0's embedding is NaN in a copy of the model: whoever has it in the prompt gets NaN logits, and
     # leaves NaN keys and values in blocks that others use next.
     weights = tiny_model.weights
     poisoned = weights.embed_tokens.clone()
     poisoned[0] = torch.nan
-    model = LlamaModel(
+    model = CausalLM(
         tiny_model.config,
         with_embeddings(weights, poisoned),
         max_model_len=tiny_model.max_model_len,
@@ -281,31 +290,13 @@ def test_a_fault_of_the_model_leaves_step(
     def broken(*args: object) -> None:
         raise RuntimeError("the accelerator is gone")
 
-    monkeypatch.setattr(LlamaModel, "forward", broken)
+    monkeypatch.setattr(CausalLM, "forward", broken)
     core.add_request(wire_request("a", [1]))
     with pytest.raises(RuntimeError, match="the accelerator is gone"):
         core.step()
 
 
-def test_utilities(core: EngineCore) -> None:
-    assert core.call_utility("get_supported_tasks", []) == ["generate"]
-    assert core.call_utility("reset_prefix_cache", [False, False]) is True
-    assert core.call_utility("is_sleeping", []) is False
-    assert core.call_utility("reset_mm_cache", []) is None
-
-
-@pytest.mark.parametrize("method", ["sleep", "close", "step", "__init__", ""])
-def test_no_other_method_is_reached_by_name(core: EngineCore, method: str) -> None:
-    with pytest.raises(WireError, match="is unknown; known: get_supported_tasks"):
-        core.call_utility(method, [])
-
-
-def test_an_argument_that_asks_for_more_is_refused(core: EngineCore) -> None:
-    with pytest.raises(WireError, match=r"'reset_prefix_cache' got \[True\]"):
-        core.call_utility("reset_prefix_cache", [True])
-
-
-def test_ready_says_what_is_true(tiny_model: LlamaModel) -> None:
+def test_ready_says_what_is_true(tiny_model: CausalLM) -> None:
     ready = make_core(tiny_model, num_blocks=10, engine_index=2).ready
     assert (ready.max_model_len, ready.dtype, ready.num_gpu_blocks) == (256, "float32", 10)
     assert ready.kv_cache_size_tokens == ready.num_gpu_blocks * ready.block_size

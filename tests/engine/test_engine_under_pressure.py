@@ -8,7 +8,7 @@ import pytest
 from engine_helpers import VOCAB, make_core, run_to_the_end, wire_request
 
 from trioleg.engine.core import EngineCore
-from trioleg.engine.model import LlamaModel
+from trioleg.engine.model import CausalLM
 from trioleg.messages import EngineCoreEvent, EngineCoreOutputs, FinishReason
 
 
@@ -22,7 +22,7 @@ def add_some(core: EngineCore, count: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [9, 64])
-def test_preemption_changes_no_token(tiny_model: LlamaModel, budget: int) -> None:
+def test_preemption_changes_no_token(tiny_model: CausalLM, budget: int) -> None:
     roomy = make_core(tiny_model, num_blocks=200, max_num_batched_tokens=budget)
     add_some(roomy, 12)
     expected = run_to_the_end(roomy)
@@ -42,7 +42,7 @@ def test_preemption_changes_no_token(tiny_model: LlamaModel, budget: int) -> Non
         assert results[request_id].finish_reason == FinishReason.LENGTH
 
 
-def test_what_can_never_fit_ends_alone(tiny_model: LlamaModel) -> None:
+def test_what_can_never_fit_ends_alone(tiny_model: CausalLM) -> None:
     core = make_core(tiny_model, num_blocks=3)
     core.add_request(wire_request("prompt", [1] * 49))
     core.add_request(wire_request("answer", [1] * 40, max_tokens=100))
@@ -56,7 +56,20 @@ def test_what_can_never_fit_ends_alone(tiny_model: LlamaModel) -> None:
     assert len(results["small"].token_ids) == 4
 
 
-def test_a_prompt_as_large_as_the_cache_runs(tiny_model: LlamaModel) -> None:
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_two_that_exceed_the_cache_together_both_finish(
+    tiny_model: CausalLM, prefix_caching: bool
+) -> None:
+    """Each alone needs all the blocks that there are."""
+    core = make_core(tiny_model, num_blocks=4, enable_prefix_caching=prefix_caching)
+    for name in "ab":
+        core.add_request(wire_request(name, [ord(name) % 90] * 20, max_tokens=44))
+    results = run_to_the_end(core, max_steps=500)
+    assert {k: len(v.token_ids) for k, v in results.items()} == {"a": 44, "b": 44}
+    assert {v.finish_reason for v in results.values()} == {FinishReason.LENGTH}
+
+
+def test_a_prompt_as_large_as_the_cache_runs(tiny_model: CausalLM) -> None:
     core = make_core(tiny_model, num_blocks=3, max_num_batched_tokens=10)
     core.add_request(wire_request("a", [1] * 48, max_tokens=1))
     assert run_to_the_end(core)["a"].finish_reason == FinishReason.LENGTH
@@ -66,7 +79,7 @@ REQUESTS = 80
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_churn(tiny_model: LlamaModel, seed: int) -> None:
+def test_random_churn(tiny_model: CausalLM, seed: int) -> None:
     rng = random.Random(seed)
     core = make_core(
         tiny_model,

@@ -15,15 +15,15 @@ from wire_arrays import read_rows
 
 from trioleg.config import EngineConfig
 from trioleg.engine.core import EngineCore
+from trioleg.messages import EngineCoreEvent
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())
 CASES: list[dict[str, Any]] = GOLDEN["cases"]
 SMALL_MARGIN = 0.02
 
 
-def load(path: Path, dtype: str, budget: int) -> EngineCore:
-    config = EngineConfig(dtype=dtype, device="cpu", max_num_batched_tokens=budget)
-    return EngineCore.load(path, config)
+def load(path: Path, dtype: str, **settings: Any) -> EngineCore:
+    return EngineCore.load(path, EngineConfig(dtype=dtype, device="cpu", **settings))
 
 
 def add(core: EngineCore, index: int) -> None:
@@ -44,25 +44,57 @@ def check(index: int, token_ids: list[int]) -> None:
     assert len(token_ids) == len(case["greedy_token_ids"])
 
 
-@pytest.mark.parametrize("budget", [1024, 50])
-def test_all_at_once(smollm2: Path, budget: int) -> None:
-    core = load(smollm2, "float32", budget)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "small chunks": {"max_num_batched_tokens": 23},
+    "no prefix cache": {"enable_prefix_caching": False},
+    # The longest needs 6 blocks: three at a time, and no room to grow.
+    "preemption": {"num_gpu_blocks_override": 11},
+    "preemption, small chunks, no prefix cache": {
+        "num_gpu_blocks_override": 11,
+        "max_num_batched_tokens": 23,
+        "enable_prefix_caching": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_all_at_once(smollm2: Path, name: str) -> None:
+    core = load(smollm2, "float32", **SETTINGS[name])
     for index in range(len(CASES)):
         add(core, index)
     results = run_to_the_end(core)
     for index in range(len(CASES)):
         check(index, results[str(index)].token_ids)
+    outputs = [output for result in results.values() for output in result.outputs]
+    events = [event.type for output in outputs for event in output.events or ()]
+    assert (EngineCoreEvent.PREEMPTED in events) is ("preemption" in name)
+
+
+def test_again_with_the_beginnings_known(smollm2: Path) -> None:
+    core = load(smollm2, "float32")
+    for known in (False, True):
+        for index in range(len(CASES)):
+            add(core, index)
+        results = run_to_the_end(core)
+        for index in range(len(CASES)):
+            check(index, results[str(index)].token_ids)
+            prefill = results[str(index)].outputs[0].prefill_stats
+            assert prefill is not None
+            # All but the last block, and the last token of a full one.
+            length = prefill.num_prompt_tokens
+            assert not known or prefill.num_cached_tokens == (length - 1) // 16 * 16
 
 
 def test_one_at_a_time(smollm2: Path) -> None:
-    core = load(smollm2, "float32", 1024)
+    core = load(smollm2, "float32")
     for index in range(len(CASES)):
         add(core, index)
         check(index, run_to_the_end(core)[str(index)].token_ids)
 
 
 def test_the_five_most_probable_tokens_of_the_first_steps(smollm2: Path) -> None:
-    core = load(smollm2, "float32", 1024)
+    core = load(smollm2, "float32")
     for index, case in enumerate(CASES):
         params = {"max_tokens": 4, "logprobs": 5}
         core.add_request(wire_request(str(index), case["prompt_token_ids"], **params))
@@ -76,9 +108,11 @@ def test_the_five_most_probable_tokens_of_the_first_steps(smollm2: Path) -> None
             assert logprobs[1:] == pytest.approx([value for _, value in right], abs=1e-3)
 
 
-def test_the_default_dtype_knows_the_capital_of_france(smollm2: Path) -> None:
-    core = load(smollm2, "auto", 1024)
+def test_the_default_dtype_knows_the_capital_of_france_every_time(smollm2: Path) -> None:
+    core = load(smollm2, "auto")
     assert core.ready.dtype == "bfloat16"
     assert CASES[0]["user"] == "What is the capital of France?"
-    add(core, 0)
-    assert run_to_the_end(core)["0"].token_ids == CASES[0]["greedy_token_ids"]
+    # The second time its beginning comes from the cache, and five tokens are computed instead of 37.
+    for _ in range(2):
+        add(core, 0)
+        assert run_to_the_end(core)["0"].token_ids == CASES[0]["greedy_token_ids"]

@@ -11,9 +11,10 @@ import transformers
 from engine_helpers import VOCAB, Result, make_core, run_to_the_end, wire_request
 from wire_arrays import read_rows
 
+from trioleg.engine import logprobs as logprobs_module
 from trioleg.engine.core import EngineCore
 from trioleg.engine.logprobs import gather_logprobs
-from trioleg.engine.model import LlamaModel
+from trioleg.engine.model import CausalLM
 from trioleg.messages import EngineCoreEvent, FinishReason
 
 Row = tuple[list[int], list[float], int]
@@ -40,7 +41,7 @@ def add(core: EngineCore, index: int, length: int, max_tokens: int = 8) -> None:
     core.add_request(wire_request(str(index), prompt(index, length), **params))
 
 
-def run(model: LlamaModel, lengths: list[int], **sizes: int) -> list[Result]:
+def run(model: CausalLM, lengths: list[int], **sizes: int) -> list[Result]:
     core = make_core(model, **sizes)
     for index, length in enumerate(lengths):
         add(core, index, length)
@@ -101,7 +102,7 @@ def check(
 
 @pytest.mark.parametrize("budget", [7, 1000])
 def test_a_mixed_batch_whole_and_in_chunks(
-    tiny_model: LlamaModel, tiny_reference: transformers.LlamaForCausalLM, budget: int
+    tiny_model: CausalLM, tiny_reference: transformers.LlamaForCausalLM, budget: int
 ) -> None:
     lengths = [9, 20, 1, 33, 2, 8, 40, 7, 3, 14, 15, 5, 6, 1]
     results = run(
@@ -114,13 +115,13 @@ def test_a_mixed_batch_whole_and_in_chunks(
 
 @pytest.mark.parametrize("budget", [3, 64])
 def test_preemption_loses_and_doubles_no_row(
-    tiny_model: LlamaModel, tiny_reference: transformers.LlamaForCausalLM, budget: int
+    tiny_model: CausalLM, tiny_reference: transformers.LlamaForCausalLM, budget: int
 ) -> None:
     lengths = [30, 14, 28, 31, 13, 30, 29, 46, 30, 45, 20, 30, 31, 12]
     in_the_middle = set()
 
     def look() -> None:
-        for request in core._scheduler.waiting:
+        for request in core.scheduler.waiting:
             if request.prompt_logprobs is not None and len(request.prompt_logprobs):
                 in_the_middle.add(request.request_id)
 
@@ -136,7 +137,66 @@ def test_preemption_loses_and_doubles_no_row(
         check(index, results[str(index)], tiny_reference, length)
 
 
-def test_a_prompt_of_one_token_has_no_rows_but_an_answer(tiny_model: LlamaModel) -> None:
+@pytest.mark.parametrize("budget", [7, 1000])
+def test_all_tokens_and_tokens_by_id_in_one_batch(
+    tiny_model: CausalLM, tiny_reference: transformers.LlamaForCausalLM, budget: int
+) -> None:
+    """Rows of every width, -1 for all; those of ``logprob_token_ids`` in the order that was asked for."""
+    kinds: list[dict[str, Any]] = [
+        {"logprobs": -1, "prompt_logprobs": -1},
+        {"logprob_token_ids": [7, 90, 3]},
+        {"logprobs": 2, "prompt_logprobs": 0},
+        {"logprob_token_ids": [5], "logprobs": 1, "prompt_logprobs": 40, "temperature": 1.0},
+        {},
+        {"logprobs": 0, "logit_bias": {9: 50.0}},
+        {"logprobs": 60, "allowed_token_ids": [1, 2]},
+    ]
+    core = make_core(tiny_model, max_num_batched_tokens=budget, max_logprobs=-1)
+    prompts = [prompt(i, 9 + i) for i in range(len(kinds))]
+    for i, kind in enumerate(kinds):
+        core.add_request(wire_request(str(i), prompts[i], max_tokens=4, **kind))
+    results = run_to_the_end(core)
+    for i, kind in enumerate(kinds):
+        result, tokens = results[str(i)], prompts[i]
+        with torch.inference_mode():
+            logits = tiny_reference(torch.tensor([tokens + result.token_ids])).logits[0]
+        right = logits.log_softmax(-1)
+        if "prompt_logprobs" in kind:
+            k = VOCAB if kind["prompt_logprobs"] == -1 else kind["prompt_logprobs"]
+            check_rows(prompt_rows(result), k, tokens[1:], right[: len(tokens) - 1])
+        of_generated = right[len(tokens) - 1 : -1]
+        listed = kind.get("logprob_token_ids")
+        if listed is not None:
+            rows = generated_rows(result)
+            assert len(rows) == 4
+            for (ids, logprobs, rank), row in zip(rows, of_generated, strict=True):
+                assert ids[1:] == listed
+                assert logprobs == pytest.approx(row[ids].tolist(), abs=1e-4)
+                assert rank >= 1
+        elif "logprobs" in kind:
+            k = VOCAB if kind["logprobs"] == -1 else kind["logprobs"]
+            check_rows(generated_rows(result), k, result.token_ids, of_generated)
+
+
+def test_all_tokens_of_a_prompt_are_scored_a_few_rows_at_a_time(
+    tiny_model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_at_once: list[int] = []
+    compute = CausalLM.compute_logits
+
+    def count(model: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
+        rows_at_once.append(len(hidden))
+        return compute(model, hidden)
+
+    monkeypatch.setattr(CausalLM, "compute_logits", count)
+    monkeypatch.setattr(logprobs_module, "_FIGURES_AT_ONCE", 3 * (VOCAB + 1))
+    core = make_core(tiny_model, max_logprobs=-1)
+    core.add_request(wire_request("a", [1] * 11, max_tokens=1, prompt_logprobs=-1))
+    assert len(prompt_rows(run_to_the_end(core)["a"])) == 10
+    assert rows_at_once == [3, 3, 3, 1, 1]
+
+
+def test_a_prompt_of_one_token_has_no_rows_but_an_answer(tiny_model: CausalLM) -> None:
     core = make_core(tiny_model)
     core.add_request(wire_request("a", [1], max_tokens=1, prompt_logprobs=2))
     (output,) = run_to_the_end(core)["a"].outputs
@@ -145,16 +205,16 @@ def test_a_prompt_of_one_token_has_no_rows_but_an_answer(tiny_model: LlamaModel)
 
 
 def test_what_is_computed_is_what_is_asked_for(
-    tiny_model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+    tiny_model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[int] = []
-    compute = LlamaModel.compute_logits
+    compute = CausalLM.compute_logits
 
-    def count(model: LlamaModel, hidden: torch.Tensor) -> torch.Tensor:
+    def count(model: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
         computed.append(len(hidden))
         return compute(model, hidden)
 
-    monkeypatch.setattr(LlamaModel, "compute_logits", count)
+    monkeypatch.setattr(CausalLM, "compute_logits", count)
     core = make_core(tiny_model, max_num_batched_tokens=1000)
     core.add_request(wire_request("silent", [1] * 200, max_tokens=2))
     core.add_request(wire_request("scored", [1] * 200, max_tokens=2, logprobs=1))
@@ -169,16 +229,16 @@ def test_what_is_computed_is_what_is_asked_for(
 
 
 def test_nan_in_the_logits_ends_the_request_without_logprobs(
-    tiny_model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+    tiny_model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = LlamaModel.compute_logits
+    compute = CausalLM.compute_logits
 
-    def poison(model: LlamaModel, hidden: torch.Tensor) -> torch.Tensor:
+    def poison(model: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(model, hidden)
         logits[0, 5] = torch.nan
         return logits
 
-    monkeypatch.setattr(LlamaModel, "compute_logits", poison)
+    monkeypatch.setattr(CausalLM, "compute_logits", poison)
     core = make_core(tiny_model, max_num_batched_tokens=1000)
     for name in "ab":
         core.add_request(wire_request(name, [1, 2], max_tokens=1, logprobs=2))

@@ -61,7 +61,7 @@ async def test_utilities(tmp_path) -> None:
         failed = await head.call("fly", 3)
         assert failed.result is None
         assert failed.failure_message is not None
-        assert "fly: there is no such utility" in failed.failure_message
+        assert "there is no such utility; allowed: " in failed.failure_message
 
 
 async def test_no_frame_ends_the_engine(tmp_path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import wire_request
+from sampling_reference import chi_square_is_plausible
 
 from trioleg.engine.request import Request
-from trioleg.engine.sampler import sample
+from trioleg.engine.sampler import NoToken, sample
 
 DRAWS = 4000
 
@@ -32,19 +33,6 @@ def exact(logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float)
     result = torch.zeros_like(probs)
     result[order] = kept / kept.sum()
     return result
-
-
-def chi_square_is_plausible(counts: torch.Tensor, probs: torch.Tensor) -> bool:
-    """True below the 99.99% quantile (Wilson and Hilferty's approximation); rare tokens are pooled."""
-    expected = probs * counts.sum()
-    common = expected >= 5
-    observed = torch.cat([counts[common], counts[~common].sum()[None]])
-    wanted = torch.cat([expected[common], expected[~common].sum()[None]])
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    degrees = len(wanted) - 1
-    statistic = float(((observed - wanted) ** 2 / wanted).sum())
-    quantile = degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3
-    return statistic < quantile
 
 
 def draw_many(logits: torch.Tensor, **params: Any) -> torch.Tensor:
@@ -143,8 +131,8 @@ def test_a_row_without_usable_logits_is_none_and_others_go_on(
     ]
     result = sample(logits, requests)
     assert [result[0], result[2]] == expected
-    assert None not in expected
-    assert result[1] is None
+    assert NoToken.NOT_FINITE not in expected
+    assert result[1] is (NoToken.ALL_FORBIDDEN if bad == -torch.inf else NoToken.NOT_FINITE)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

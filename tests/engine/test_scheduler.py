@@ -10,13 +10,24 @@ from trioleg.engine.scheduler import Schedule, Scheduler
 from trioleg.messages import EngineCoreEvent
 
 
-def make(num_blocks: int = 100, *, max_num_seqs: int = 8, budget: int = 16) -> Scheduler:
+def make(
+    num_blocks: int = 100, *, max_num_seqs: int = 8, budget: int = 16, **settings: bool
+) -> Scheduler:
+    """A scheduler of small blocks; without a prefix cache, unless a case is about it."""
     pool = BlockPool(num_blocks, block_size=4)
-    return Scheduler(pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    return Scheduler(
+        pool,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        **{"prefix_caching": False, **settings},
+    )
 
 
-def add(scheduler: Scheduler, request_id: str, prompt_tokens: int) -> Request:
-    wire = wire_request(request_id, [1] * prompt_tokens, max_tokens=1000)
+def add(
+    scheduler: Scheduler, request_id: str, prompt_tokens: int, *, priority: int = 0, token: int = 1
+) -> Request:
+    wire = wire_request(request_id, [token] * prompt_tokens, max_tokens=1000)
+    wire.priority = priority
     request = Request.from_wire(wire, vocab_size=100)
     scheduler.add(request)
     return request
@@ -160,3 +171,81 @@ def test_admission_leaves_a_spare_block_for_each_running_request() -> None:
     add(scheduler, "b", 12)  # 3 blocks are free; taking all would preempt b in the next step
     step(scheduler)
     assert ids(scheduler.waiting) == ["b"]
+
+
+def test_the_smallest_priority_is_served_first() -> None:
+    scheduler = make(max_num_seqs=1, by_priority=True)
+    for name, priority in (("a", 5), ("b", -1), ("c", 5), ("d", 0)):
+        add(scheduler, name, 1, priority=priority)
+    order = []
+    for _ in range(4):
+        step(scheduler)
+        order += ids(scheduler.running)
+        scheduler.remove(order)
+    assert order == ["b", "d", "a", "c"]
+
+
+def test_without_that_policy_a_priority_changes_nothing() -> None:
+    scheduler = make(max_num_seqs=2)
+    for name, priority in (("a", 5), ("b", -1), ("c", -9)):
+        add(scheduler, name, 1, priority=priority)
+    step(scheduler)
+    assert ids(scheduler.running) == ["a", "b"]
+
+
+def test_the_least_urgent_is_preempted_however_old_it_is() -> None:
+    scheduler = make(5, by_priority=True)
+    add(scheduler, "old", 7, priority=9)
+    add(scheduler, "urgent", 3, priority=1)
+    for _ in range(7):
+        step(scheduler)
+    assert ids(scheduler.running) == ["urgent"]
+    add(scheduler, "late", 1, priority=5)
+    step(scheduler)
+    assert ids(scheduler.waiting) == ["old"]
+    assert ids(scheduler.running) == ["urgent", "late"]
+
+
+def test_an_urgent_prompt_leaves_a_token_for_each_behind_it() -> None:
+    scheduler = make(budget=10, by_priority=True)
+    for name in "abc":
+        add(scheduler, name, 1)
+    step(scheduler)
+    add(scheduler, "urgent", 30, priority=-1)
+    assert step(scheduler) == [("a", 1, 1), ("b", 1, 1), ("c", 1, 1), ("urgent", 0, 7)]
+    assert step(scheduler) == [("urgent", 7, 7), ("a", 2, 1), ("b", 2, 1), ("c", 2, 1)]
+
+
+def test_shared_blocks_need_no_room() -> None:
+    scheduler = make(7, prefix_caching=True)
+    add(scheduler, "a", 16)
+    step(scheduler)
+    # a takes its fifth block; of the 2 that are left b, with its 5, may have all but one.
+    add(scheduler, "b", 17)
+    assert step(scheduler) == [("a", 16, 1), ("b", 16, 1)]
+    assert scheduler.pool.num_free == 1
+    assert scheduler.requests["a"].block_ids[:4] == scheduler.requests["b"].block_ids[:4]
+
+
+def test_kept_blocks_are_given_up_for_those_who_need_them() -> None:
+    scheduler = make(4, prefix_caching=True)
+    add(scheduler, "a", 16)
+    step(scheduler)
+    scheduler.remove(["a"])
+    add(scheduler, "b", 16, token=2)
+    assert step(scheduler) == [("b", 0, 16)]
+    scheduler.remove(["b"])
+    add(scheduler, "c", 16)
+    assert step(scheduler) == [("c", 0, 16)], "a's blocks had been given up"
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    scheduler = make(5, prefix_caching=True)
+    add(scheduler, "old", 7)
+    young = add(scheduler, "young", 4, token=2)
+    for _ in range(6):
+        step(scheduler)
+    assert ids(scheduler.waiting) == ["young"]
+    assert (young.num_tokens, young.block_ids) == (9, [])
+    scheduler.remove(["old"])
+    assert step(scheduler)[0] == ("young", 8, 1)

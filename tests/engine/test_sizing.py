@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_families import change_config
 
 from trioleg.config import EngineConfig
 from trioleg.engine import sizing
@@ -39,6 +41,14 @@ def test_no_memory_at_all_is_said(tiny_dir: Path, monkeypatch: pytest.MonkeyPatc
         EngineCore.load(tiny_dir, EngineConfig(device="cpu"))
 
 
+@pytest.mark.parametrize("asked", [None, 64])
+def test_a_context_of_one_token_is_said(tiny_dir: Path, tmp_path: Path, asked: int | None) -> None:
+    path = Path(shutil.copytree(tiny_dir, tmp_path / "model"))
+    change_config(path, max_position_embeddings=1)
+    with pytest.raises(InvalidRequestError, match=r"^no request fits.* context is 1 tokens, the"):
+        EngineCore.load(path, EngineConfig(device="cpu", max_model_len=asked))
+
+
 @pytest.mark.parametrize("asked", [1, 257])
 def test_max_model_len_beyond_the_model_is_refused(tiny_dir: Path, asked: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"max_model_len is {asked}; allowed: 2 to 256"):
@@ -69,3 +79,11 @@ def test_a_device_that_is_not_there(name: str) -> None:
 
 def test_device_auto_is_one_that_works() -> None:
     assert torch.empty(1, device=sizing.find_device("auto")).device.type in ("cpu", "cuda")
+
+
+def test_the_setting_goes_before_all_that_is_counted(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "_CPU_BYTES", 10 * BLOCK_BYTES)
+    config = EngineConfig(device="cpu", num_gpu_blocks_override=12)
+    assert EngineCore.load(tiny_dir, config).ready.num_gpu_blocks == 12

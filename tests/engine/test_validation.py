@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -32,24 +33,57 @@ LIMITS = Limits(vocab_size=100, max_model_len=32, cache_tokens=24)
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"min_tokens": -1}, "min_tokens is -1"),
         ({"min_tokens": 9}, "min_tokens is 9; allowed: 0 to max_tokens, which is 8"),
-        ({"min_p": 0.1}, "min_p is 0.1; allowed: 0.0 only"),
-        ({"presence_penalty": 0.5}, "presence_penalty is 0.5"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty is -0.5"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1; allowed: 1.0 only"),
+        ({"min_p": -0.1}, "min_p is -0.1; allowed: a number from 0 to 1"),
+        ({"min_p": float("nan")}, "min_p is nan"),
+        ({"presence_penalty": 2.1}, "presence_penalty is 2.1; allowed: a number from -2 to 2"),
+        ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty is -2.5; allowed: a number from -2 to 2"),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty is 0.0; allowed: a number from 0.001 to 1000.0",
+        ),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
         ({"logprobs": -1}, "logprobs is -1; allowed: 0 to 20, or None"),
         ({"logprobs": 21}, "logprobs is 21"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1; allowed: 0 to 20, or None"),
         ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
-        ({"logprob_token_ids": [1]}, "logprob_token_ids is [1]"),
-        ({"logit_bias": {1: 2.0}}, "logit_bias is {1: 2.0}"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids is [1]"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs is {'regex': 'a'}"),
-        ({"repetition_detection": {"min_count": 2}}, "repetition_detection is"),
+        ({"logprob_token_ids": [1, 100]}, "logprob_token_ids holds 100; allowed: 0 to 99"),
+        (
+            {"logprob_token_ids": [1] * 129},
+            "logprob_token_ids is 129 ids long; allowed: at most 128",
+        ),
+        ({"logprobs": 3, "logprob_token_ids": [1]}, "logprobs is 3; allowed: None, or 1, as many"),
+        ({"logit_bias": {100: 2.0}}, "logit_bias holds 100; allowed: 0 to 99"),
+        ({"logit_bias": {-1: 2.0}}, "logit_bias holds -1"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias is nan; allowed: numbers from -100 to 100"),
+        ({"logit_bias": {1: float("-inf")}}, "logit_bias is -inf"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is []; allowed: at least one token id"),
+        ({"allowed_token_ids": [2**63]}, "allowed_token_ids holds 9223372036854775808"),
+        (
+            {"allowed_token_ids": [1] * 101},
+            "allowed_token_ids is 101 ids long; allowed: at most 100",
+        ),
+        (
+            {"bad_words_token_ids": [[1], []]},
+            "bad_words_token_ids is []; allowed: lists of at least",
+        ),
+        ({"bad_words_token_ids": [[1, -1]]}, "bad_words_token_ids holds -1; allowed: 0 to 99"),
+        (
+            {"bad_words_token_ids": [[1]] * 1025},
+            "bad_words_token_ids is 1025 long; allowed: at most",
+        ),
+        (
+            {"bad_words_token_ids": [[1] * 33]},
+            "bad_words_token_ids is 33 ids long; allowed: at most 32",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "json": "{}"}},
+            "structured_outputs is json and regex",
+        ),
         ({"thinking_token_budget": 5}, "thinking_token_budget is 5"),
         ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids is [1]"),
         ({"watermarking": True}, "watermarking is True"),
         ({"extra_args": {"a": 1}}, "extra_args is {'a': 1}"),
-        ({"bad_words_token_ids": [[1]]}, "bad_words_token_ids is [[1]]"),
     ],
 )
 def test_sampling_parameters(params: dict[str, Any], fragment: str) -> None:
@@ -63,7 +97,10 @@ def test_every_parameter_is_checked_or_used() -> None:
     # A field that joins the wire struct must be honoured or refused here, never ignored.
     used = {"temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos"}
     used |= {"stop_token_ids", "eos_token_id", "all_stop_token_ids"}
-    used |= {"logprobs", "prompt_logprobs"}
+    used |= {"logprobs", "prompt_logprobs", "skip_reading_prefix_cache"}
+    used |= {"logprobs", "prompt_logprobs", "logprob_token_ids", "repetition_detection"}
+    used |= {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+    used |= {"logit_bias", "allowed_token_ids", "bad_words_token_ids"}
     for name in set(EngineSamplingParams.__struct_fields__) - used:
         with pytest.raises(InvalidRequestError, match=name):
             check_request(wire_request("r", [1], **{name: object()}), LIMITS)
@@ -108,7 +145,7 @@ def test_request_fields(field: str, value: Any) -> None:
 
 def test_a_long_value_is_cut_in_the_message() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        check_request(wire_request("r", [1], allowed_token_ids=list(range(10_000))), LIMITS)
+        check_request(wire_request("r", [1], extra_args=list(range(10_000))), LIMITS)
     assert len(str(caught.value)) < 250
 
 
@@ -120,6 +157,12 @@ def test_a_long_value_is_cut_in_the_message() -> None:
         {"logprobs": 0, "prompt_logprobs": 20},
         {"top_k": 10**9, "seed": 2**63 - 1, "min_tokens": 8, "max_tokens": 8},
         {"stop_token_ids": [5, 10**6], "logit_bias": {}, "watermarking": False},
+        {"min_p": 1.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"repetition_penalty": 0.001, "logit_bias": {0: -100.0, 99: 100.0}},
+        {"allowed_token_ids": list(range(100)), "bad_words_token_ids": [[99] * 32] * 1024},
+        {"logprobs": 128, "logprob_token_ids": [99] * 128},
+        {"repetition_detection": {}},
+        {"repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 4, "min_count": 2}},
     ],
 )
 def test_what_is_allowed(params: dict[str, Any]) -> None:
@@ -131,8 +174,45 @@ def test_the_shortest_request_of_the_wire() -> None:
     check_request(msgspec.msgpack.decode(body, type=EngineCoreRequest), LIMITS)
 
 
-def test_no_more_logprobs_than_the_model_has_tokens() -> None:
+def test_as_many_logprobs_as_the_engine_is_set_to() -> None:
     small = Limits(vocab_size=10, max_model_len=32, cache_tokens=24)
-    check_request(wire_request("r", [1], logprobs=10), small)
-    with pytest.raises(InvalidRequestError, match="logprobs is 11; allowed: 0 to 10, or None"):
+    for k in (10, -1):
+        check_request(wire_request("r", [1], logprobs=k, prompt_logprobs=k), small)
+    with pytest.raises(
+        InvalidRequestError, match=r"is 11; allowed: -1 \(all\) or 0 to 10, or None"
+    ):
         check_request(wire_request("r", [1], logprobs=11), small)
+    unbounded = replace(LIMITS, max_logprobs=-1)
+    check_request(wire_request("r", [1], logprobs=-1, prompt_logprobs=100), unbounded)
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs is 4; allowed: 0 to 3, or None"):
+        check_request(wire_request("r", [1], prompt_logprobs=4), replace(LIMITS, max_logprobs=3))
+
+
+@pytest.mark.parametrize(
+    ("value", "parameter"),
+    [
+        (5, ""),
+        ([], ""),
+        ({"min_counts": 2}, ""),
+        ({"max_pattern_size": -1}, ".max_pattern_size"),
+        ({"max_pattern_size": 2.0, "min_count": 2}, ".max_pattern_size"),
+        ({"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}, ".min_pattern_size"),
+        ({"max_pattern_size": 2, "min_count": 1}, ".min_count"),
+        ({"max_pattern_size": 2}, ".min_count"),
+        ({"min_count": True}, ".min_count"),
+    ],
+)
+def test_repetition_detection(value: Any, parameter: str) -> None:
+    with pytest.raises(InvalidRequestError, match="allowed: ") as caught:
+        check_request(wire_request("r", [1], repetition_detection=value), LIMITS)
+    assert caught.value.parameter == f"repetition_detection{parameter}"
+
+
+def test_a_priority_needs_a_policy_that_reads_it() -> None:
+    request = wire_request("r", [1])
+    request.priority = -3
+    with pytest.raises(
+        InvalidRequestError, match="priority is -3; allowed: 0, unless the engine's"
+    ):
+        check_request(request, LIMITS)
+    check_request(request, replace(LIMITS, takes_priority=True))

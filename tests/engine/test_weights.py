@@ -1,4 +1,4 @@
-"""Reading a model directory: what is wrong is named, by file and by field."""
+"""Reading a checkpoint: what is wrong is named, by file and by tensor; what is right is read once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 from engine_helpers import save_tiny_llama
 from safetensors.torch import load_file, save_file
+from tiny_families import change_config, save_tiny
 
 from trioleg.config import EngineConfig
+from trioleg.engine.checkpoint import Checkpoint
 from trioleg.engine.core import EngineCore
 from trioleg.engine.model_config import read_model_config
 from trioleg.engine.weights import Weights, load_weights
@@ -32,76 +34,10 @@ def load(path: Path, dtype: torch.dtype | None = None) -> Weights:
     return load_weights(path, read_model_config(path), dtype=dtype, device=torch.device("cpu"))
 
 
-def change_config(path: Path, **changes: Any) -> None:
-    fields = json.loads((path / "config.json").read_text())
-    fields.update(changes)
-    (path / "config.json").write_text(json.dumps(fields))
-
-
 def change_tensors(path: Path, change: Callable[[Tensors], object]) -> None:
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("changes", "fragment"),
-    [
-        ({"architectures": ["MistralForCausalLM"]}, "architectures is ['MistralForCausalLM']"),
-        (
-            {"architectures": None},
-            "architectures is None; this engine allows: ['LlamaForCausalLM']",
-        ),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; this engine allows: 'silu'"),
-        ({"attention_bias": True}, "attention_bias is True; this engine allows: False"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
-            "rope_parameters.rope_type is 'llama3'; this engine allows: 'default'",
-        ),
-        (
-            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
-            "rope_scaling.rope_type is 'linear'",
-        ),
-        ({"rope_parameters": None, "rope_theta": -1}, "rope_theta is -1"),
-        (
-            {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "rope_parameters.partial_rotary_factor is 0.5",
-        ),
-        ({"hidden_size": 0}, "hidden_size is 0; this engine allows: an integer of at least 1"),
-        ({"vocab_size": "many"}, "vocab_size is 'many'"),
-        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; this engine allows: a divisor of"),
-        ({"head_dim": 7}, "head_dim is 7; this engine allows: an even number"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_config_that_is_not_computed(
-    model_dir: Path, changes: dict[str, Any], fragment: str
-) -> None:
-    change_config(model_dir, **changes)
-    with pytest.raises(ModelStoreError) as caught:
-        read_model_config(model_dir)
-    assert str(caught.value).startswith(f"{model_dir / 'config.json'}: {fragment}")
-
-
-@pytest.mark.parametrize(
-    ("content", "fragment"),
-    [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "no JSON object")],
-)
-def test_a_config_that_cannot_be_read(model_dir: Path, content: str | None, fragment: str) -> None:
-    path = model_dir / "config.json"
-    path.unlink() if content is None else path.write_text(content)
-    with pytest.raises(ModelStoreError, match=fragment) as caught:
-        read_model_config(model_dir)
-    assert str(path) in str(caught.value)
-
-
-def test_rope_theta_of_older_files(model_dir: Path) -> None:
-    change_config(model_dir, rope_parameters=None, rope_scaling=None, rope_theta=5000.0)
-    assert read_model_config(model_dir).rope_theta == 5000.0
 
 
 def test_weights_that_are_missing(model_dir: Path) -> None:
@@ -140,15 +76,38 @@ def test_a_tensor_of_integers(model_dir: Path) -> None:
     change_tensors(
         model_dir, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})
     )
-    with pytest.raises(ModelStoreError, match=r"norm.weight is torch.int8; this engine reads"):
+    with pytest.raises(ModelStoreError, match=r"norm.weight is I8; this engine reads F32"):
         load(model_dir)
 
 
 def test_tensors_that_no_llama_has(model_dir: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.bias"
     change_tensors(model_dir, lambda t: t.update({name: torch.ones(32)}))
-    with pytest.raises(ModelStoreError, match=r"without biases has not: .*q_proj\.bias"):
+    with pytest.raises(ModelStoreError, match=r"a LlamaForCausalLM .* has not: .*q_proj\.bias"):
         load(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("family", "switches", "name"),
+    [
+        ("Qwen2", {}, "self_attn.k_proj.bias"),
+        ("Qwen3", {}, "self_attn.q_norm.weight"),
+        ("Llama", {"mlp_bias": True}, "mlp.down_proj.bias"),
+        ("Llama", {"attention_bias": True}, "self_attn.o_proj.bias"),
+    ],
+)
+def test_what_a_family_has_more_must_be_there(
+    tmp_path: Path, family: str, switches: dict[str, bool], name: str
+) -> None:
+    save_tiny(tmp_path, family, **switches)
+    name = f"model.layers.1.{name}"
+    assert load(tmp_path).layers[1].down.shape == (32, 48)
+    change_tensors(tmp_path, lambda t: t.update({name: t[name][:3].clone()}))
+    with pytest.raises(ModelStoreError, match=rf"{name} has shape \[3\]; by config.json"):
+        load(tmp_path)
+    change_tensors(tmp_path, lambda t: t.pop(name))
+    with pytest.raises(ModelStoreError, match=rf"no tensor {name}, which config.json asks for"):
+        load(tmp_path)
 
 
 def test_what_follows_from_the_rest_may_be_there(model_dir: Path) -> None:
@@ -161,21 +120,76 @@ def test_what_follows_from_the_rest_may_be_there(model_dir: Path) -> None:
     assert weights.lm_head is weights.embed_tokens
 
 
-def test_shards(tmp_path: Path) -> None:
-    reference = save_tiny_llama(tmp_path / "one")
-    reference.save_pretrained(tmp_path / "many", max_shard_size="20KB")
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
-    one, many = load(tmp_path / "one"), load(tmp_path / "many")
+@pytest.fixture
+def shards_dir(tmp_path: Path) -> Path:
+    """The tiny model in several files, with their index."""
+    save_tiny_llama(tmp_path).save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    return tmp_path / "many"
+
+
+def change_index(path: Path, name: str, shard: object) -> None:
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"][name] = shard
+    file.write_text(json.dumps(index))
+
+
+def test_shards(tiny_dir: Path, shards_dir: Path) -> None:
+    assert len(list(shards_dir.glob("*.safetensors"))) > 1
+    one, many = load(tiny_dir), load(shards_dir)
     assert torch.equal(one.layers[2].gate_up, many.layers[2].gate_up)
     assert torch.equal(one.embed_tokens, many.embed_tokens)
+
+
+def test_a_shard_that_is_missing_or_cut(shards_dir: Path) -> None:
+    shard = sorted(shards_dir.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ModelStoreError, match=f"{shard.name}: cannot be read as safetensors"):
+        load(shards_dir)
+    shard.unlink()
+    with pytest.raises(ModelStoreError, match=f"{shard.name}: there is no such file"):
+        load(shards_dir)
+
+
+def test_a_tensor_that_is_not_where_the_index_says(shards_dir: Path) -> None:
+    first, *_, last = sorted(shards_dir.glob("*.safetensors"))
+    change_index(shards_dir, "model.norm.weight", first.name)
+    with pytest.raises(
+        ModelStoreError, match=rf"{first.name}: holds no tensor model\.norm\.weight"
+    ):
+        load(shards_dir)
+    change_index(shards_dir, "model.norm.weight", last.name)
+    change_index(shards_dir, "model.other.weight", last.name)
+    with pytest.raises(
+        ModelStoreError, match=rf"{last.name}: holds no tensor model\.other\.weight"
+    ):
+        load(shards_dir)
+
+
+def test_a_tensor_in_two_shards(shards_dir: Path) -> None:
+    shards = sorted(shards_dir.glob("*.safetensors"))
+    name = next(iter(load_file(shards[0])))
+    save_file({**load_file(shards[1]), name: torch.ones(1)}, shards[1])
+    with pytest.raises(ModelStoreError, match=f"{shards[1].name}: holds {name}, and so does"):
+        load(shards_dir)
 
 
 @pytest.mark.parametrize(
     ("content", "fragment"),
     [
         ("{}", "holds no weight_map"),
-        ("[", "holds no weight_map"),
+        ("[", r"index\.json: is not JSON"),
+        ('{"weight_map": ' + "[" * 100_000, r"index\.json: is not JSON that .* nested too deep"),
+        ('{"weight_map": 7}', "holds no weight_map"),
+        ('{"weight_map": {}}', "holds no weight_map"),
         ('{"weight_map": {"a": "../elsewhere"}}', "is not the name of a file beside it"),
+        ('{"weight_map": {"a": ""}}', r"index\.json: '' is not the name of a file beside it"),
+        ('{"weight_map": {"a": ".."}}', r"index\.json: '\.\.' is not the name of a file"),
+        (f'{{"weight_map": {{"a": "{"x" * 300}"}}}}', r"index\.json: 'xxx.* is not the name of a"),
+        (f'{{"weight_map": {{"a": "{"é" * 200}"}}}}', r"index\.json: 'ééé.* is not the name of a"),
+        (r'{"weight_map": {"a": "a\u0000b"}}', r"index\.json: .* is not the name of a file"),
+        (r'{"weight_map": {"a": "a\ud800b"}}', r"index\.json: .* is not the name of a file"),
+        ('{"weight_map": {"a": 1}}', "1 is not the name of a file beside it"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors: there is no such file"),
     ],
 )
@@ -192,6 +206,66 @@ def test_dtype_auto_is_the_checkpoints(model_dir: Path, dtype: torch.dtype) -> N
     assert load(model_dir, torch.float32).layers[0].down.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [("float16", torch.float16), ("bfloat16", torch.bfloat16), (..., torch.float32)],
+)
+def test_where_tensors_differ_the_config_decides(
+    model_dir: Path, named: Any, expected: torch.dtype
+) -> None:
+    halves = {"model.embed_tokens.weight": torch.float16, "model.norm.weight": torch.bfloat16}
+    change_tensors(
+        model_dir, lambda t: t.update({name: t[name].to(one) for name, one in halves.items()})
+    )
+    change_config(model_dir, dtype=..., torch_dtype=named)
+    weights = load(model_dir)
+    assert {weights.embed_tokens.dtype, weights.norm.dtype, weights.layers[0].o.dtype} == {expected}
+
+
+def test_nothing_is_read_of_what_does_not_fit(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(Checkpoint, "read", lambda _, name: read.append(name))
+    change_tensors(model_dir, lambda t: t.pop("model.layers.2.mlp.down_proj.weight"))
+    with pytest.raises(ModelStoreError, match="no tensor"):
+        load(model_dir)
+    assert read == []
+
+
+def test_progress_counts_every_byte(model_dir: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    load_weights(
+        model_dir,
+        read_model_config(model_dir),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        report=lambda done, total: reports.append((done, total)),
+    )
+    tensors = load_file(model_dir / "model.safetensors")
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    assert len(reports) == len(tensors)
+    assert sorted(reports) == reports
+    assert {total for _, total in reports} == {whole}
+    assert reports[-1] == (whole, whole)
+
+
+def test_a_file_that_is_cut_while_it_is_read(model_dir: Path) -> None:
+    path = model_dir / "model.safetensors"
+
+    def cut(done: int, total: int) -> None:
+        path.write_bytes(path.read_bytes()[:1000])
+
+    with pytest.raises(ModelStoreError, match=r"model\.safetensors: cannot be read"):
+        load_weights(
+            model_dir,
+            read_model_config(model_dir),
+            dtype=None,
+            device=torch.device("cpu"),
+            report=cut,
+        )
+
+
 def test_the_file_may_vanish_after_loading(model_dir: Path) -> None:
     weights = load(model_dir)
     before = weights.layers[0].o.clone()
@@ -200,5 +274,5 @@ def test_the_file_may_vanish_after_loading(model_dir: Path) -> None:
 
 
 def test_load_refuses_what_it_cannot_read(tmp_path: Path) -> None:
-    with pytest.raises(ModelStoreError, match=r"config\.json: cannot be read"):
+    with pytest.raises(ModelStoreError, match=r"config\.json is missing"):
         EngineCore.load(tmp_path, EngineConfig())

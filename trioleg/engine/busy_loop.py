@@ -12,9 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, WireError
 from ..ipc.codec import UtilityCall
 from ..messages import (
     EngineCoreOutput,
@@ -22,6 +24,7 @@ from ..messages import (
     EngineCoreRequest,
     FinishReason,
     UtilityOutput,
+    refusal_reason,
 )
 from .interface import Core
 
@@ -124,7 +127,8 @@ class BusyLoop:
         try:
             self._core.add_request(request)
         except InvalidRequestError as error:
-            self._refuse(request.request_id, request.client_index, str(error))
+            reason = refusal_reason(error.parameter, str(error))
+            self._refuse(request.request_id, request.client_index, reason)
 
     def _refuse(self, request_id: str, client_index: int, message: str) -> None:
         output = EngineCoreOutput(
@@ -136,12 +140,35 @@ class BusyLoop:
         self._deliver(client_index, outputs)
 
     def _call_utility(self, call: UtilityCall) -> None:
-        answer = UtilityOutput(call.call_id)
         try:
-            # The pair's first half would name a Python type; only plain values travel here.
-            answer.result = [None, self._core.call_utility(call.method, call.args)]
+            result = self._core.call_utility(call.method, call.args)
+        except WireError as error:
+            logger.warning("utility call refused: %s", error)
+            self._answer_failure(call, error)
         except Exception as error:
-            logger.exception("utility call %s failed", call.method)
-            answer.failure_message = f"{call.method}: {error}"
+            logger.exception("utility call %.80s failed", call.method)
+            self._answer_failure(call, error)
+        else:
+            if isinstance(result, Future):
+                # A later step completes it, in this thread.
+                result.add_done_callback(partial(self._answer_later, call))
+            else:
+                self._answer(call, result)
+
+    def _answer_later(self, call: UtilityCall, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            self._answer(call, future.result())
+        else:
+            self._answer_failure(call, error)
+
+    def _answer(self, call: UtilityCall, result: Any) -> None:
+        # The pair's first half would name a Python type; only plain values travel here.
+        self._deliver_answer(call, UtilityOutput(call.call_id, result=[None, result]))
+
+    def _answer_failure(self, call: UtilityCall, error: BaseException) -> None:
+        self._deliver_answer(call, UtilityOutput(call.call_id, str(error) or repr(error)))
+
+    def _deliver_answer(self, call: UtilityCall, answer: UtilityOutput) -> None:
         outputs = EngineCoreOutputs(timestamp=time.monotonic(), utility_output=answer)
         self._deliver(call.client_index, outputs)

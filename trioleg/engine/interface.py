@@ -37,7 +37,8 @@ class Core(Protocol):
         ...
 
     def call_utility(self, method: str, args: Sequence[Any]) -> Any:
-        """One named call, answered with a plain value. What it raises is the call's failure."""
+        """One named call, answered with a plain value, or with a ``concurrent.futures.Future`` that a later
+        step completes. What it (or the future) raises is the call's failure."""
         ...
 
     def wait_s(self) -> float | None:

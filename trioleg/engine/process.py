@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
@@ -40,6 +41,9 @@ logger = logging.getLogger(__name__)
 # The guardian says here who it is and whom it serves (``ipc/guardian.py``). We watch both: a guardian
 # that is stopped cannot end us when the front end is gone.
 _GUARDIAN_VARIABLE = "TRIOLEG_GUARDIAN_PIDS"
+# Of every thread here, whatever the system's limit: a grammar that a trial's stack was enough for
+# (``grammar_trial.py``) must fit into ours. It is address space; memory is only what is touched.
+_STACK_BYTES = 16 * 2**20
 # Where the system has no descriptor for a process (Linux has): how often we ask whether it is there.
 _PARENT_POLL_S = 0.5
 
@@ -58,6 +62,7 @@ async def run_engine(
     or SIGINT (a second one does not wait for the step in progress), else 1, with the reason on
     stderr. From the main thread, where signals arrive.
     """
+    threading.stack_size(_STACK_BYTES)
     engine = _Engine(make_core, handshake_address, engine_index)
     by_guardian = os.environ.get(_GUARDIAN_VARIABLE, "").split(",")
     parents = [parent_pid] if parent_pid else [int(pid) for pid in by_guardian if pid]
@@ -112,8 +117,9 @@ class _Engine:
         except Exception as error:
             self.exit_code = 1
             if self._loop is None and isinstance(error, TriolegError):
-                # A setting, a model or an address that cannot be: its sentence says it all.
-                logger.error("%s", error)  # noqa: TRY400
+                # A setting, a model or an address that cannot be: its sentence says it all, on one
+                # line and as the command line begins it, so that a front end knows it for what it is.
+                logger.error("trioleg: %s", " ".join(str(error).split()))  # noqa: TRY400
             else:
                 logger.exception("engine %d ended by an error", self._engine_index)
             await trio.lowlevel.checkpoint()

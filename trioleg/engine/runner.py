@@ -5,7 +5,7 @@ Rules of this file: torch, no trio. The runner owns the key/value cache's memory
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,23 +15,24 @@ from .attention import group_chunks, plan_group
 from .kv_cache import BLOCK_SIZE
 from .logprob_rows import LogprobRows
 from .logprobs import score_prompts, score_samples
-from .model import Batch, LlamaModel
+from .model import Batch, CausalLM
 from .request import Request
-from .sampler import sample
+from .sampler import NoToken, sample
 from .scheduler import Chunk, Schedule
+from .structured_output import apply_grammars
 
 __all__ = ["ModelRunner", "Sampled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A request's new token, None where the model gave no usable logits.
+    """A request's new token, or why there is none.
 
     ``logprobs`` is the token's row, if the request asks for one; without a token it means nothing.
     """
 
     request: Request
-    token_id: int | None
+    token_id: int | NoToken
     logprobs: LogprobRows | None = None
 
 
@@ -41,16 +42,43 @@ class ModelRunner:
     One block more than the scheduler knows stands at the end: it is always zero, and pads block tables.
     """
 
-    def __init__(self, model: LlamaModel, *, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(self, model: CausalLM, *, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+        self.take_model(model)
+        self.device = model.device
         config = model.config
-        self.model = model
+        heads, head_dim = config.num_key_value_heads, config.head_dim
+        self._cache_shape = (
+            config.num_hidden_layers,
+            num_blocks + 1,
+            block_size,
+            2,
+            heads,
+            head_dim,
+        )
+        self._dtype = model.dtype
         self._block_size = block_size
         self._null_block = num_blocks
-        heads, head_dim = config.num_key_value_heads, config.head_dim
-        shape = (config.num_hidden_layers, num_blocks + 1, block_size, 2, heads, head_dim)
+        self.take_cache()
+
+    def take_model(self, model: CausalLM) -> None:
+        """The model to run; another one must be of the same sizes."""
+        self.model = model
+
+    def take_cache(self) -> None:
+        """Memory for the cache. What was in it before ``release`` is lost."""
         # Not zeroed: on CPU untouched memory stays uncommitted, and a block is cleared when it is given out.
-        self._cache = torch.empty(shape, dtype=model.dtype, device=model.device)
+        self._cache = torch.empty(self._cache_shape, dtype=self._dtype, device=self.device)
         self._cache[:, self._null_block] = 0
+
+    def release(self, what: Iterable[str]) -> None:
+        """Gives memory back, of "weights" and "kv_cache". Nothing may run until both are taken again."""
+        for one in what:
+            if one == "weights":
+                del self.model
+            else:
+                del self._cache
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def run(self, schedule: Schedule) -> list[Sampled]:
         """Computes a schedule's chunks. Returns what was sampled, in no particular order. Raises what
@@ -60,7 +88,9 @@ class ModelRunner:
         requests, logits = self.forward(schedule)
         if not requests:
             return []
-        asking = [i for i, one in enumerate(requests) if one.params.logprobs is not None]
+        # Before logprobs are taken: they tell of what could be sampled, as vLLM's do.
+        apply_grammars(logits, requests)
+        asking = [i for i, one in enumerate(requests) if one.num_logprobs is not None]
         # A copy, since sampling works in place; and none, where nobody asks.
         raw = logits[asking] if asking else None
         token_ids = sample(logits, requests)
@@ -87,11 +117,11 @@ class ModelRunner:
     def _clear(self, block_ids: Sequence[int]) -> None:
         # A masked slot is multiplied by zero, which turns an earlier owner's NaN into a NaN of ours.
         if block_ids:
-            self._cache[:, torch.tensor(block_ids, device=self.model.device)] = 0
+            self._cache[:, torch.tensor(block_ids, device=self.device)] = 0
 
     def _batch(self, chunks: Sequence[Chunk]) -> tuple[Batch, list[Chunk]]:
         """What the model computes, and the chunks in the order of its rows."""
-        device = self.model.device
+        device = self.device
         ordered: list[Chunk] = []
         groups = []
         for group in group_chunks(chunks, self._block_size):
@@ -101,7 +131,8 @@ class ModelRunner:
                     group,
                     block_size=self._block_size,
                     null_block=self._null_block,
-                    dtype=self.model.dtype,
+                    windows=self.model.windows,
+                    dtype=self._dtype,
                     device=device,
                 )
             )

@@ -49,9 +49,19 @@ def find_device(name: str) -> torch.device:
 def count_blocks(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """The pool's size: all that the engine's limits can use, bounded by memory. At least 0."""
+    """The pool's size: what the settings say, or all that the engine's limits can use, bounded by memory;
+    at least 0. Raises ``InvalidRequestError`` for a setting that does not fit into memory."""
     values = model.num_hidden_layers * BLOCK_SIZE * 2 * model.num_key_value_heads * model.head_dim
     affordable = _available_bytes(device) // (values * dtype.itemsize)
+    asked = config.num_gpu_blocks_override
+    if asked is not None:
+        most = _available_bytes(device, whole=True) // (values * dtype.itemsize)
+        if asked > most:
+            raise InvalidRequestError(
+                f"num_gpu_blocks_override is {asked}; allowed: at most {most}, by the memory that is free",
+                parameter="num_gpu_blocks_override",
+            )
+        return asked
     longest = config.max_model_len or model.max_position_embeddings
     return min(config.max_num_seqs * -(-longest // BLOCK_SIZE), affordable)
 
@@ -64,18 +74,30 @@ def find_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int
     cache_tokens = num_blocks * BLOCK_SIZE
     longest = min(model.max_position_embeddings, cache_tokens)
     asked = config.max_model_len
-    if longest < 2 or (asked is not None and not 2 <= asked <= longest):
+    bounds = (
+        f"the model's context is {model.max_position_embeddings} tokens, the key/value cache holds "
+        f"{cache_tokens}"
+    )
+    if longest < 2:
         raise InvalidRequestError(
-            f"max_model_len is {asked}; allowed: 2 to {longest} (the model's context is "
-            f"{model.max_position_embeddings} tokens, the key/value cache holds {cache_tokens})",
+            f"no request fits, since it needs 2 tokens, one of them its answer's: {bounds}",
+            parameter="max_model_len",
+        )
+    if asked is not None and not 2 <= asked <= longest:
+        raise InvalidRequestError(
+            f"max_model_len is {asked}; allowed: 2 to {longest} ({bounds})",
             parameter="max_model_len",
         )
     return asked or longest
 
 
-def _available_bytes(device: torch.device) -> int:
+def _available_bytes(device: torch.device, *, whole: bool = False) -> int:
+    """What the cache may have: a share of what is free, or ``whole``."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
+        free = torch.cuda.mem_get_info(device)[0]
+        return free if whole else int(free * _GPU_SHARE)
+    if whole:
+        return _free_memory()
     return min(_CPU_BYTES, int(_free_memory() * _CPU_SHARE))
 
 

@@ -1,34 +1,46 @@
-"""A checkpoint's tensors: found, checked against the sizes of ``config.json``, and fused for speed.
+"""A checkpoint's tensors: checked against ``config.json``, then fused for speed, one after another.
 
-Rules of this file: torch and safetensors, no trio. Query, key and value are one matrix here, and so are
-gate and up: fewer and larger products are faster. The rows of every query and key head are reordered
-(``_interleave``), since the model rotates neighbours (``model.py``). Every tensor is copied, so a file may
-change or vanish once ``load_weights`` has returned.
+Rules of this file: torch, no trio; ``checkpoint.py`` reads the files. ``_layer_parts`` is the table that
+says which tensors of the checkpoint make which of ours; the check, the loading and the progress follow from
+it. Query, key and value are one matrix here, and so are gate and up: fewer and larger products are faster.
+The rows of every query and key head are reordered (``_interleave``), since the model rotates neighbours
+(``rope.py``); so are the biases and norms that stand beside those rows.
+
+Every tensor is copied to where it stays, so that no more than one is in memory twice, and a file may change
+or vanish once ``load_weights`` has returned.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelStoreError
+from .checkpoint import Checkpoint
 from .model_config import ModelConfig
 
 __all__ = ["LayerWeights", "Weights", "load_weights"]
 
 # Older exports carry the rope table, which follows from config.json.
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_EMBED, _NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer. Matrices are [out, in]; ``qkv`` stacks query, key and value rows."""
+    """One decoder layer. Matrices are [out, in]; ``qkv`` stacks query, key and value rows.
+
+    None: the model has none. ``qk_norm`` is [heads + kv_heads, head_dim] as one list: the query's weights
+    once for each of its heads, then the key's.
+    """
 
     input_norm: Tensor
     qkv: Tensor
@@ -36,6 +48,11 @@ class LayerWeights:
     post_attention_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    qk_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,121 +65,184 @@ class Weights:
     lm_head: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of the checkpoint. ``rotated``: its rows are heads' and get reordered; ``copies``: how
+    often it stands in ours."""
+
+    name: str
+    shape: tuple[int, ...]
+    rotated: bool = False
+    copies: int = 1
+
+
 def load_weights(
-    model_dir: Path, config: ModelConfig, *, dtype: torch.dtype | None, device: torch.device
+    model_dir: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    report: Callable[[int, int], None] = lambda *_: None,
 ) -> Weights:
     """Reads ``model.safetensors``, or the shards of ``model.safetensors.index.json``.
 
-    ``dtype`` None: the checkpoint's own. Raises ``ModelStoreError`` naming the file for what is missing,
-    corrupt, of another size than ``config.json`` says, or unknown.
+    ``dtype`` None: the checkpoint's own; where its tensors differ, the one that ``config.json`` names, or
+    without that the smallest which holds them all. ``report`` is told after each tensor how many bytes of
+    the checkpoint are read, and of how many. Raises ``ModelStoreError`` naming the file for what is missing,
+    corrupt, of another size than ``config.json`` says, or unknown; before the first tensor is read, unless
+    the file changes meanwhile.
     """
-    checkpoint = _Checkpoint(model_dir, dtype=dtype, device=device)
-    hidden = config.hidden_size
-    embed = checkpoint.take("model.embed_tokens.weight", config.vocab_size, hidden)
-    norm = checkpoint.take("model.norm.weight", hidden)
-    layers = [_layer(checkpoint, config, i) for i in range(config.num_hidden_layers)]
-    if config.tie_word_embeddings:
-        checkpoint.ignore("lm_head.weight")
-        lm_head = embed
-    else:
-        lm_head = checkpoint.take("lm_head.weight", config.vocab_size, hidden)
-    checkpoint.refuse_the_rest()
-    return Weights(embed, layers, norm, lm_head)
-
-
-def _layer(checkpoint: _Checkpoint, config: ModelConfig, index: int) -> LayerWeights:
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    query_rows = config.num_attention_heads * head_dim
-    key_rows = config.num_key_value_heads * head_dim
-
-    def take(name: str, *shape: int) -> Tensor:
-        return checkpoint.take(f"model.layers.{index}.{name}.weight", *shape)
-
-    query = _interleave(take("self_attn.q_proj", query_rows, hidden), head_dim)
-    key = _interleave(take("self_attn.k_proj", key_rows, hidden), head_dim)
-    value = take("self_attn.v_proj", key_rows, hidden)
-    gate, up = take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden)
-    return LayerWeights(
-        input_norm=take("input_layernorm", hidden),
-        qkv=torch.cat([query, key, value]),
-        o=take("self_attn.o_proj", hidden, query_rows),
-        post_attention_norm=take("post_attention_layernorm", hidden),
-        gate_up=torch.cat([gate, up]),
-        down=take("mlp.down_proj", hidden, inner),
+    checkpoint = Checkpoint(model_dir)
+    layers = [_layer_parts(config, index) for index in range(config.num_hidden_layers)]
+    whole = _whole_parts(config)
+    wanted = [
+        *whole.values(),
+        *itertools.chain.from_iterable(p for one in layers for p in one.values()),
+    ]
+    _check(checkpoint, wanted, config)
+    loader = _Loader(
+        checkpoint,
+        wanted,
+        dtype=dtype or _own_dtype(checkpoint, wanted, config),
+        device=device,
+        head_dim=config.head_dim,
+        report=report,
+    )
+    embed = loader.load([whole[_EMBED]])
+    return Weights(
+        embed_tokens=embed,
+        layers=[
+            LayerWeights(**{field: loader.load(parts) for field, parts in one.items()})
+            for one in layers
+        ],
+        norm=loader.load([whole[_NORM]]),
+        lm_head=embed if config.tie_word_embeddings else loader.load([whole[_LM_HEAD]]),
     )
 
 
-def _interleave(matrix: Tensor, head_dim: int) -> Tensor:
+def _whole_parts(config: ModelConfig) -> dict[str, _Part]:
+    hidden = config.hidden_size
+    parts = [_Part(_EMBED, (config.vocab_size, hidden)), _Part(_NORM, (hidden,))]
+    if not config.tie_word_embeddings:
+        parts.append(_Part(_LM_HEAD, (config.vocab_size, hidden)))
+    return {part.name: part for part in parts}
+
+
+def _layer_parts(config: ModelConfig, index: int) -> dict[str, list[_Part]]:
+    """For each field of ``LayerWeights`` that this model has, what it is stacked of."""
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+    def part(name: str, *shape: int, rotated: bool = False, copies: int = 1) -> _Part:
+        return _Part(f"model.layers.{index}.{name}", shape, rotated, copies)
+
+    def qkv(kind: str, *columns: int) -> list[_Part]:
+        return [
+            part(f"self_attn.q_proj.{kind}", heads * head_dim, *columns, rotated=True),
+            part(f"self_attn.k_proj.{kind}", kv_heads * head_dim, *columns, rotated=True),
+            part(f"self_attn.v_proj.{kind}", kv_heads * head_dim, *columns),
+        ]
+
+    def gate_up(kind: str, *columns: int) -> list[_Part]:
+        return [part(f"mlp.{one}_proj.{kind}", inner, *columns) for one in ("gate", "up")]
+
+    parts = {
+        "input_norm": [part("input_layernorm.weight", hidden)],
+        "qkv": qkv("weight", hidden),
+        "o": [part("self_attn.o_proj.weight", hidden, heads * head_dim)],
+        "post_attention_norm": [part("post_attention_layernorm.weight", hidden)],
+        "gate_up": gate_up("weight", hidden),
+        "down": [part("mlp.down_proj.weight", hidden, inner)],
+    }
+    if config.qkv_bias:
+        parts["qkv_bias"] = qkv("bias")
+    if config.o_bias:
+        parts["o_bias"] = [part("self_attn.o_proj.bias", hidden)]
+    if config.mlp_bias:
+        parts["gate_up_bias"] = gate_up("bias")
+        parts["down_bias"] = [part("mlp.down_proj.bias", hidden)]
+    if config.qk_norm:
+        parts["qk_norm"] = [
+            part("self_attn.q_norm.weight", head_dim, rotated=True, copies=heads),
+            part("self_attn.k_norm.weight", head_dim, rotated=True, copies=kv_heads),
+        ]
+    return parts
+
+
+def _check(checkpoint: Checkpoint, wanted: list[_Part], config: ModelConfig) -> None:
+    for part in wanted:
+        if part.name not in checkpoint:
+            raise ModelStoreError(
+                f"{checkpoint.folder}: no tensor {part.name}, which config.json asks for"
+            )
+        path, shape, dtype = checkpoint[part.name]
+        if shape != part.shape:
+            raise ModelStoreError(
+                f"{path}: {part.name} has shape {list(shape)}; "
+                f"by config.json it is {list(part.shape)}"
+            )
+        if dtype not in _FLOATS:
+            raise ModelStoreError(
+                f"{path}: {part.name} is {dtype}; this engine reads {', '.join(_FLOATS)}"
+            )
+    known = {part.name for part in wanted} | {_LM_HEAD}
+    rest = sorted(n for n in checkpoint if n not in known and not n.endswith(_DERIVED_SUFFIX))
+    if rest:
+        shown = ", ".join(rest[:3]) + (f" and {len(rest) - 3} more" if len(rest) > 3 else "")
+        raise ModelStoreError(
+            f"{checkpoint[rest[0]].path}: holds tensors that a {config.architecture} with this "
+            f"config.json has not: {shown}"
+        )
+
+
+def _own_dtype(checkpoint: Checkpoint, wanted: list[_Part], config: ModelConfig) -> torch.dtype:
+    dtypes = {_FLOATS[checkpoint[part.name].dtype] for part in wanted}
+    if len(dtypes) > 1 and config.dtype is not None:
+        named: torch.dtype = getattr(torch, config.dtype)
+        return named
+    return reduce(torch.promote_types, dtypes)
+
+
+class _Loader:
+    """Stacks parts into tensors of ours, and counts what it has read."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        wanted: list[_Part],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        head_dim: int,
+        report: Callable[[int, int], None],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._dtype, self._device = dtype, device
+        self._head_dim = head_dim
+        self._report = report
+        self._done, self._total = 0, sum(self._bytes(part) for part in wanted)
+
+    def load(self, parts: list[_Part]) -> Tensor:
+        rows = [part.copies * part.shape[0] for part in parts]
+        stack = torch.empty(sum(rows), *parts[0].shape[1:], dtype=self._dtype, device=self._device)
+        for part, target in zip(parts, torch.split(stack, rows), strict=True):
+            tensor = self._checkpoint.read(part.name)
+            if part.rotated:
+                tensor = _interleave(tensor, self._head_dim)
+            target.view(part.copies, *part.shape).copy_(tensor)
+            self._done += self._bytes(part)
+            self._report(self._done, self._total)
+        return stack
+
+    def _bytes(self, part: _Part) -> int:
+        return math.prod(part.shape) * _FLOATS[self._checkpoint[part.name].dtype].itemsize
+
+
+def _interleave(rows: Tensor, head_dim: int) -> Tensor:
     """Puts row i and row i + head_dim/2 of every head side by side.
 
     The checkpoint rotates the two halves of a head against each other; side by side, a pair is one
     complex number. Query and key are reordered alike, so their products do not change.
     """
-    halves = matrix.view(-1, 2, head_dim // 2, matrix.shape[1])
-    return halves.transpose(1, 2).reshape(matrix.shape)
-
-
-class _Checkpoint:
-    """The tensors of one model directory; each is taken once."""
-
-    def __init__(self, model_dir: Path, *, dtype: torch.dtype | None, device: torch.device) -> None:
-        self._model_dir, self._dtype, self._device = model_dir, dtype, device
-        self._tensors: dict[str, Tensor] = {}
-        self._home: dict[str, Path] = {}
-        for path in _files(model_dir):
-            self._read(path)
-
-    def _read(self, path: Path) -> None:
-        if not path.is_file():
-            raise ModelStoreError(f"{path}: there is no such file")
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                    self._tensors[name] = file.get_tensor(name)
-                    self._home[name] = path
-        except (SafetensorError, OSError) as error:
-            raise ModelStoreError(f"{path}: cannot be read as safetensors: {error}") from error
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        tensor = self._tensors.pop(name, None)
-        if tensor is None:
-            raise ModelStoreError(
-                f"{self._model_dir}: no tensor {name}, which config.json asks for"
-            )
-        path = self._home[name]
-        if tuple(tensor.shape) != shape:
-            raise ModelStoreError(
-                f"{path}: {name} has shape {list(tensor.shape)}; by config.json it is {list(shape)}"
-            )
-        if tensor.dtype not in _FLOATS:
-            allowed = ", ".join(str(one) for one in _FLOATS)
-            raise ModelStoreError(f"{path}: {name} is {tensor.dtype}; this engine reads {allowed}")
-        if self._dtype is None:
-            self._dtype = tensor.dtype
-        return tensor.to(self._device, self._dtype, copy=True)
-
-    def ignore(self, name: str) -> None:
-        self._tensors.pop(name, None)
-
-    def refuse_the_rest(self) -> None:
-        rest = sorted(name for name in self._tensors if not name.endswith(_DERIVED_SUFFIX))
-        if rest:
-            shown = ", ".join(rest[:3]) + (f" and {len(rest) - 3} more" if len(rest) > 3 else "")
-            raise ModelStoreError(
-                f"{self._home[rest[0]]}: holds tensors that a Llama without biases has not: {shown}"
-            )
-
-
-def _files(model_dir: Path) -> list[Path]:
-    index = model_dir / "model.safetensors.index.json"
-    if not index.is_file():
-        return [model_dir / "model.safetensors"]
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelStoreError(f"{index}: holds no weight_map of file names: {error!r}") from error
-    for name in names:
-        # A shard is a file beside its index; a path could lead anywhere.
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ModelStoreError(f"{index}: {name!r} is not the name of a file beside it")
-    return [model_dir / name for name in names]
+    halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
