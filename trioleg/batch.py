@@ -42,6 +42,8 @@ from .server.protocol import (
 __all__ = ["run"]
 
 _URL = "/v1/chat/completions"
+# What tells requests of one server apart from each other, and the value that asks for nothing.
+_OF_A_SERVER = (("priority", 0), ("cache_salt", None))
 _FIELDS = ("custom_id", "method", "url", "body")
 
 # What an answer is written by: the line's custom_id, and what it asked for.
@@ -131,6 +133,13 @@ class _Batch:
         if "body" not in fields:
             raise InvalidRequestError(f"body is missing; allowed: {_URL}'s", parameter="body")
         chat = parse_chat_completion(bytes(fields["body"]), self._engine.default_sampling_params)
+        for name, neutral in _OF_A_SERVER:
+            value = getattr(chat, name)
+            if value != neutral:
+                raise InvalidRequestError(
+                    f"{name} is {value!r}; allowed: {neutral!r}, since a batch is alone with its engine",
+                    parameter=name,
+                )
         if chat.stream:
             raise InvalidRequestError(
                 "stream is true; allowed in a batch: false or null", parameter="stream"

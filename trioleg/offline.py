@@ -63,7 +63,7 @@ def generate(
 ) -> Generator[RequestOutput]:
     """The answers to ``prompts``, in their order, each as soon as it and those before it are there.
 
-    ``model``: a name known to the model store that has been pulled, or a Hugging Face directory. For the
+    ``model``: what ``model_store.resolve`` finds: a model or GGUF file that was pulled, or a directory. For the
     rest, and what a failed request looks like, see ``OfflineEngine.generate``.
 
     The model is loaded at the first ``next`` and let go of after the last result. Who leaves earlier
@@ -227,7 +227,8 @@ class OfflineEngine:
         ids: list[int] = []
         try:
             ids = read_prompt(prompt, self.tokenizer, self.max_model_len)
-            self._send(request_id, ids, _checked(params) or self.default_sampling_params())
+            checked = _checked(params) or self.default_sampling_params()
+            self._send(request_id, ids, checked)
         except InvalidRequestError as error:
             self._finished[request_id] = _failed(request_id, ids, error)
         return request_id
@@ -240,6 +241,7 @@ class OfflineEngine:
             params.with_output_kind(RequestOutputKind.FINAL_ONLY),
             self.tokenizer,
             max_model_len=self.max_model_len,
+            max_logprobs=self._config.engine.max_logprobs,
             detokenizer=self._config.detokenizer,
             arrival=time.monotonic(),
         )

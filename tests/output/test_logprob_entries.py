@@ -101,6 +101,26 @@ def test_a_row_may_be_wider_than_was_asked_for() -> None:
     assert [list(entry) for entry in read_logprobs(wire, [C], 0, PIECES, ())] == [[C]]
 
 
+def test_all_tokens_are_as_many_as_the_row_has() -> None:
+    wire = logprobs_lists([[(C, -3.0), (A, -0.5), (B, -1.0), (C, -3.0)]], [3])
+    (entry,) = read_logprobs(wire, [C], -1, PIECES, ())
+    assert [(i, one.rank) for i, one in entry.items()] == [(C, 3), (A, 1), (B, 2)]
+
+
+def test_tokens_that_were_asked_for_by_id_have_no_rank() -> None:
+    """One of them may be the chosen one; a wider row has another request's columns behind them."""
+    wire = logprobs_lists([[(B, -1.0), (C, -3.0), (B, -1.0), (A, -math.inf)]], [2])
+    (entry,) = read_logprobs(wire, [B], (C, B), PIECES, ())
+    assert [(i, one.logprob, one.rank) for i, one in entry.items()] == [
+        (B, -1.0, 2),
+        (C, -3.0, None),
+    ]
+    with pytest.raises(OutputError, match="new_logprobs from the engine: not those of logprob_tok"):
+        read_logprobs(wire, [B], (C, A), PIECES, ())
+    with pytest.raises(OutputError, match=r"1 rows of 4; allowed: at least 1 rows .* of 5"):
+        read_logprobs(wire, [B], (C, B, A, A), PIECES, ())
+
+
 def test_the_prompts_first_token_has_no_entry() -> None:
     wire = logprobs_tensors([[(B, -0.5)], [(C, -1.5)]], [1, 2])
     first, second, third = read_prompt_logprobs(wire, [A, B, C], 0, PIECES, ())
@@ -206,6 +226,18 @@ def test_the_cumulative_logprob_is_always_of_the_whole(kind: RequestOutputKind) 
     assert [one.outputs[0].cumulative_logprob for one in outputs] == [-1.0, -3.0]
     sizes = [len(one.outputs[0].logprobs or ()) for one in outputs]
     assert sizes == ([1, 2] if kind is RequestOutputKind.CUMULATIVE else [1, 1])
+
+
+def test_tokens_by_id_bring_logprobs_without_being_asked_for_them() -> None:
+    processor = OutputProcessor()
+    params = SamplingParams(logprob_token_ids=[B])
+    processor.add_request(RequestState("r", [A], params, TOKENIZER, max_tokens=9))
+    output = EngineCoreOutput("r", [A])
+    output.new_logprobs = logprobs_lists([[(A, -1.0), (B, -2.0)]], [1])
+    (one,) = processor.process([output]).request_outputs
+    assert isinstance(one, RequestOutput)
+    assert one.outputs[0].cumulative_logprob == -1.0
+    assert entries_of([one]) == [(A, -1.0), (B, -2.0)]
 
 
 def test_without_asking_there_are_none() -> None:

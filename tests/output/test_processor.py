@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tiny_tokenizers import PIECES, byte_fallback_tokenizer, ids
 
-from trioleg.messages import EngineCoreOutput, FinishReason, PrefillStats
+from trioleg.errors import InvalidRequestError, RequestRefused
+from trioleg.messages import EngineCoreOutput, FinishReason, PrefillStats, refusal_reason
 from trioleg.output.processor import OutputProcessor, ProcessedOutputs
 from trioleg.output.request_state import RequestState
 from trioleg.outputs import CompletionOutput, EndingKind, RequestOutput
 from trioleg.sampling_params import RequestOutputKind, SamplingParams
+from trioleg.structured_outputs import StructuredOutputsParams
 
 TOKENIZER = byte_fallback_tokenizer()
 
@@ -163,6 +167,48 @@ def test_what_a_step_had_before_its_bad_token_is_kept() -> None:
     processed = processor.process([EngineCoreOutput("r", [*ids("a", "b"), -1])])
     assert kinds(processor, processed) == [("r", EndingKind.OUTPUT_ERROR, ["r"])]
     assert sink.texts == ["ab"]
+
+
+@pytest.mark.parametrize(
+    ("params", "reason", "parameter", "cause"),
+    [
+        (
+            {},
+            refusal_reason("priority", "priority is 1; allowed: 0"),
+            "priority",
+            "priority is 1; al",
+        ),
+        ({}, refusal_reason(None, "too much: (a): b"), None, "too much: (a): b"),
+        (
+            {"structured_outputs": StructuredOutputsParams(regex="a", where="response_format")},
+            refusal_reason("structured_outputs.regex", "not so"),
+            "response_format",
+            "not so",
+        ),
+    ],
+)
+def test_an_engines_refusal_names_the_parameter(
+    params: dict[str, Any], reason: str, parameter: str | None, cause: str
+) -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(**params), sink)
+    output = EngineCoreOutput("r", [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+    ((_, ending),) = processor.process([output]).endings
+    assert ending.kind is EndingKind.REFUSED
+    error = ending.error()
+    assert isinstance(error, RequestRefused)
+    assert isinstance(error, InvalidRequestError)
+    assert error.parameter == parameter
+    assert str(error).startswith(cause)
+
+
+@pytest.mark.parametrize("reason", [None, 5, "InvalidRequestError", "InvalidRequestError(x", "no"])
+def test_any_other_reason_blames_nobody(reason: int | str | None) -> None:
+    processor, sink = OutputProcessor(), Sink()
+    add(processor, "r", SamplingParams(), sink)
+    output = EngineCoreOutput("r", [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+    ((_, ending),) = processor.process([output]).endings
+    assert ending.kind is EndingKind.OUTPUT_ERROR
 
 
 def test_the_engines_error_and_its_reason() -> None:

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from trioleg.config import LLMConfig
 from trioleg.errors import InvalidRequestError, OutputError
-from trioleg.messages import SchedulerStats
+from trioleg.messages import PrefixCacheStats, SchedulerStats
 from trioleg.output.stats import IterationStats
 from trioleg.outputs import EndingKind
 from trioleg.runtime.stats_logger import LoggingStatsLogger
@@ -124,7 +124,7 @@ async def test_the_configured_detokenizer_and_interval_hold(
     ("settings", "message"),
     [
         ({"detokenizer": "slow"}, "detokenizer is 'slow'; allowed: fast, readable"),
-        ({"stream_interval": 0}, "stream_interval is 0; allowed: an integer of at least 1"),
+        ({"stream_interval": 0}, "stream_interval is 0; allowed: an integer from 1 to 2147483647"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
@@ -192,7 +192,12 @@ async def test_a_logger_that_fails_is_dropped_and_the_tokens_go_on(
 def test_the_logging_logger_writes_a_line_an_interval(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     logger = LoggingStatsLogger(10.0, clock=lambda: now)
-    scheduler = SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=0.25)
+    scheduler = SchedulerStats(
+        num_running_reqs=3,
+        num_waiting_reqs=1,
+        kv_cache_usage=0.25,
+        prefix_cache_stats=PrefixCacheStats(requests=3, queries=80, hits=20),
+    )
     with caplog.at_level(logging.INFO, "trioleg.stats"):
         logger.record(0, scheduler, IterationStats(3, 3, 50, [0.2, 0.4, 0.6]))
         now = 5.0
@@ -207,8 +212,9 @@ def test_the_logging_logger_writes_a_line_an_interval(caplog: pytest.LogCaptureF
         logger.record(0, SchedulerStats(), IterationStats(1, 7, 0))
     assert caplog.messages == [
         "prompt 4.2 tokens/s, generation 0.8 tokens/s, running 3, waiting 1, finished 0, "
-        "cache 25.0%, first token after 400 ms, 30.0 ms between tokens",
-        "prompt 0.0 tokens/s, generation 4.0 tokens/s, running 0, waiting 0, finished 0, cache 0.0%",
+        "cache 25.0%, prefix hits 25.0%, first token after 400 ms, 30.0 ms between tokens",
+        "prompt 0.0 tokens/s, generation 4.0 tokens/s, running 0, waiting 0, finished 0, cache 0.0%, "
+        "prefix hits 25.0%",
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import trio
@@ -10,7 +12,7 @@ from scripted_llm import PROMPT, TOKENIZER, aborted, added, open_scripted, scrip
 from tiny_tokenizers import ids
 from trio.testing import MockClock
 
-from trioleg.config import LLMConfig
+from trioleg.config import EngineConfig, LLMConfig
 from trioleg.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -20,9 +22,11 @@ from trioleg.errors import (
     ServerShutdown,
     WireError,
 )
+from trioleg.ipc.codec import decode_request
 from trioleg.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequestType,
     FinishReason,
     SchedulerStats,
 )
@@ -385,6 +389,40 @@ async def test_refused_before_anything_is_sent(
             await llm.generate(prompt, SamplingParams(**params))  # type: ignore[arg-type]
         assert caught.value.parameter == parameter
         assert added(transport) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"priority": 1},
+            "priority is 1; allowed: 0, since the engine's scheduling policy is fcfs",
+        ),
+        ({"priority": 2**31}, "priority is 2147483648; allowed: an integer from"),
+        ({"priority": "1"}, "priority is '1'; allowed: an integer"),
+        ({"priority": True}, "priority is True"),
+        ({"cache_salt": ""}, "cache_salt is ''; allowed: a string that is not empty"),
+        ({"cache_salt": 5}, "cache_salt is 5"),
+        ({"cache_salt": "\ud800"}, r"cache_salt is '\\ud800'; allowed: .* of Unicode characters"),
+    ],
+)
+async def test_a_bad_priority_or_salt_is_refused(
+    autojump_clock: MockClock, options: dict[str, Any], message: str
+) -> None:
+    async with open_scripted(script(*CAFE)) as (llm, transport):
+        with pytest.raises(InvalidRequestError, match=message) as caught:
+            await llm.generate(PROMPT, **options)
+        assert caught.value.parameter == next(iter(options))
+        assert added(transport) == []
+
+
+async def test_priority_and_salt_go_to_the_engine(autojump_clock: MockClock) -> None:
+    config = LLMConfig(engine=EngineConfig(scheduling_policy="priority"))
+    async with open_scripted(script(*CAFE), config) as (llm, transport):
+        await llm.generate(PROMPT, SamplingParams(n=2), priority=-3, cache_salt="mine")
+        bodies = [body for kind, body in transport.sent if kind is EngineCoreRequestType.ADD]
+        requests = [decode_request(body) for body in bodies]
+        assert [(one.priority, one.cache_salt) for one in requests] == [(-3, "mine")] * 2
 
 
 @pytest.mark.parametrize("params", [5, "x", True, {}])

@@ -81,7 +81,7 @@ class OneStream:
         )
 
     @asynccontextmanager
-    async def open_stream(self, *_: object) -> AsyncIterator[RequestStream]:
+    async def open_stream(self, *_: object, **__: object) -> AsyncIterator[RequestStream]:
         yield self.stream
 
 

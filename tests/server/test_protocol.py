@@ -50,6 +50,14 @@ def test_every_honoured_parameter_arrives() -> None:
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": 1, "6": -100.0},
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["ugly"],
+        "repetition_detection": {"max_pattern_size": 3, "min_count": 4},
         "seed": 11,
         "min_tokens": 2,
         "ignore_eos": True,
@@ -68,6 +76,13 @@ def test_every_honoured_parameter_arrives() -> None:
     assert parse(return_token_ids=True).return_token_ids
 
 
+def test_priority_and_cache_salt_are_passed_on() -> None:
+    assert (parse().priority, parse().cache_salt) == (0, None)
+    assert (parse(priority=None).priority, parse(cache_salt=None).cache_salt) == (0, None)
+    asked = parse(priority=-4, cache_salt="x")
+    assert (asked.priority, asked.cache_salt) == (-4, "x")
+
+
 def test_null_is_the_default_everywhere() -> None:
     names = ("temperature", "stop", "max_tokens", "seed", "stream", "stream_options", "n", "tools")
     assert parse(**dict.fromkeys(names)) == parse()
@@ -78,18 +93,12 @@ def test_null_is_the_default_everywhere() -> None:
     [
         ("best_of", 1, 2),
         ("best_of", 1, True),
-        ("presence_penalty", 0, 0.5),
-        ("frequency_penalty", 0.0, -1),
-        ("repetition_penalty", 1.0, 1.1),
-        ("min_p", 0, 0.1),
+        ("length_penalty", 1.0, 1.1),
         ("detokenize", True, False),
-        ("logit_bias", {}, {"5": 1}),
-        ("response_format", {"type": "text"}, {"type": "json_object"}),
         ("tools", [], [{"type": "function"}]),
         ("tool_choice", "none", "required"),
         ("store", False, True),
         ("echo", False, True),
-        ("priority", 0, 1),
     ],
 )
 def test_what_is_not_honoured_is_refused_unless_it_asks_for_nothing(
@@ -206,6 +215,11 @@ def test_continuous_usage_needs_usage() -> None:
         ({"logprobs": True}, 0),
         ({"logprobs": True, "top_logprobs": None}, 0),
         ({"logprobs": True, "top_logprobs": 20}, 20),
+        # How many there may be, the engine's settings say: make_submission refuses what is more.
+        ({"logprobs": True, "top_logprobs": 2000}, 2000),
+        ({"logprobs": True, "top_logprobs": -1}, -1),
+        ({"logprobs": True, "logprob_token_ids": [5], "top_logprobs": 0}, None),
+        ({"logprobs": True, "logprob_token_ids": []}, 0),
     ],
 )
 def test_two_parameters_for_logprobs(asked: dict[str, Any], logprobs: int | None) -> None:
@@ -218,11 +232,27 @@ def test_two_parameters_for_logprobs(asked: dict[str, Any], logprobs: int | None
         ({"logprobs": 1}, "logprobs", "true, false or null"),
         ({"top_logprobs": 3}, "top_logprobs", "unless logprobs is true"),
         ({"logprobs": False, "top_logprobs": 1}, "top_logprobs", "unless logprobs is true"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
-        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "0 to 20"),
-        ({"logprobs": True, "top_logprobs": True}, "top_logprobs", "0 to 20"),
-        ({"logprobs": True, "top_logprobs": 2.5}, "top_logprobs", "0 to 20"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", "0 to 20"),
+        ({"top_logprobs": -1}, "top_logprobs", "unless logprobs is true"),
+        ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "-1 (all), at least 0"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs", "-1 (all), at least 0"),
+        ({"logprobs": True, "top_logprobs": 2.5}, "top_logprobs", "-1 (all), at least 0"),
+        ({"logprobs": True, "top_logprobs": 2**31}, "top_logprobs", "-1 (all), at least 0"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids", "unless logprobs is true"),
+        (
+            {"logprobs": True, "logprob_token_ids": [5], "top_logprobs": 1},
+            "top_logprobs",
+            "beside logprob_token_ids",
+        ),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "an object of token ids"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "a number from -100 to 100"),
+        ({"logit_bias": [5]}, "logit_bias", "an object of token ids"),
+        ({"bad_words": [""]}, "bad_words", "a non-empty string"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "at least one token id"),
+        ({"min_p": "0.1"}, "min_p", "a number from 0 to 1"),
+        ({"presence_penalty": 3}, "presence_penalty", "a number from -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "a number from 0.001 to 1000.0"),
+        ({"repetition_detection": True}, "repetition_detection", "an object of max_pattern_size"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs", "-1 (all), at least 0"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "unless stream is false"),
         ({"return_token_ids": 1}, "return_token_ids", "true, false or null"),
         ({"n": 0}, "n", "1 to 128"),
@@ -338,6 +368,21 @@ def test_top_logprobs_are_the_most_probable_in_order(
     chosen = next(iter(of_token.values()))
     assert entry == spelled(chosen, max(chosen.logprob, -9999.0))
     assert body["choices"][0]["logprobs"]["refusal"] is None
+
+
+def test_all_tokens_are_listed_the_likeliest_first() -> None:
+    one = CompletionOutput(0, "x", [8], "stop", logprobs=[{8: PART, 7: LIKELY}])
+    body = answer(RequestOutput("r", [1], [one], True), logprobs=True, top_logprobs=-1)
+    (entry,) = body["choices"][0]["logprobs"]["content"]
+    assert entry["top_logprobs"] == [spelled(one, one.logprob) for one in (LIKELY, PART)]
+
+
+def test_tokens_that_were_asked_for_are_listed_behind_the_chosen_one() -> None:
+    one = CompletionOutput(0, "x", [8], "stop", logprobs=[{8: PART, 9: RULED_OUT, 7: LIKELY}])
+    output = RequestOutput("r", [1], [one], True)
+    body = answer(output, logprobs=True, logprob_token_ids=[9, 7])
+    (entry,) = body["choices"][0]["logprobs"]["content"]
+    assert [listed["token"] for listed in entry["top_logprobs"]] == ["\\xf0", "z", "a"]
 
 
 @pytest.mark.parametrize("logprob", [float("-inf"), float("nan"), -1e30])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -150,6 +151,57 @@ def test_streamed_and_plain_answers_are_equal(server: Server, more: dict[str, An
     assert len(different) == (3 if "seed" in more else 1)
 
 
+A, B = 253, 260
+
+
+@pytest.mark.parametrize(
+    ("asked", "token_ids"),
+    [
+        ({"allowed_token_ids": [A]}, [A] * 6),
+        ({"logit_bias": {str(A): 100}}, [A] * 6),
+        # Each time makes a token less likely by 2, so that the two must take turns.
+        ({"allowed_token_ids": [A, B], "frequency_penalty": 2, "max_tokens": 20}, None),
+        ({"min_p": 1, "temperature": 2}, CASES[0]["greedy_token_ids"][:6]),
+    ],
+    ids=str,
+)
+def test_what_is_asked_of_sampling_reaches_the_logits(
+    server: Server, asked: dict[str, Any], token_ids: list[int] | None
+) -> None:
+    asked = {"max_tokens": 6, "return_token_ids": True, "ignore_eos": True, **asked}
+    answer = server.http.post("/v1/chat/completions", json=ask(CASES[0], **asked)).json()
+    got = answer["choices"][0]["token_ids"]
+    if token_ids is None:
+        assert set(got) == {A, B}
+    else:
+        assert got == token_ids
+
+
+def test_a_bad_word_is_not_said(server: Server) -> None:
+    word = CASES[0]["text"].split()[1]
+    asked = ask(CASES[0], bad_words=[word])
+    answer = server.http.post("/v1/chat/completions", json=asked).json()
+    assert word not in answer["choices"][0]["message"]["content"].split()
+
+
+def test_a_repetition_ends_the_answer(server: Server) -> None:
+    detection = {"max_pattern_size": 2, "min_count": 5}
+    asked = ask(CASES[0], allowed_token_ids=[A], repetition_detection=detection, max_tokens=50)
+    answer = server.http.post("/v1/chat/completions", json=asked).json()
+    choice = answer["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+def test_logprobs_of_tokens_by_id(server: Server) -> None:
+    asked = ask(CASES[0], logprobs=True, logprob_token_ids=[B, A], max_tokens=3)
+    answer = server.http.post("/v1/chat/completions", json=asked).json()
+    for entry in answer["choices"][0]["logprobs"]["content"]:
+        chosen, b, a = entry["top_logprobs"]
+        assert chosen["token"] == entry["token"]
+        assert (b["logprob"], a["logprob"]) < (0, 0)
+
+
 def logprobs_of(choice: Choice) -> dict[tuple[int, str], float]:
     """By place and token: of the chosen tokens and the most probable ones."""
     entries = enumerate(choice.logprobs or [])
@@ -186,7 +238,11 @@ def test_openai_usage(server: Server) -> None:
     [
         ({"temperature": 3}, "temperature"),
         ({"n": 200}, "n"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "logprobs"),
+        ({"logprobs": True, "extra_body": {"logprob_token_ids": [10**6]}}, "logprob_token_ids"),
+        ({"logit_bias": {"49152": 1}}, "logit_bias"),
+        ({"extra_body": {"bad_words": [" "] * 129}}, "bad_words"),
         ({"max_tokens": 100_000}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x " * 20_000}]}, "messages"),
@@ -337,3 +393,34 @@ def test_a_killed_front_end_leaves_no_engine(doomed_server: Server) -> None:
     assert len(pids) == 2
     doomed_server.program.process.kill()
     wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_answers_have_the_form_that_was_asked_for(server: Server) -> None:
+    """By openai's client, streamed and not; a bad schema is a 400 while a stream goes on."""
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "people": {"type": "integer"}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    create: Any = server.openai.chat.completions.create
+    asked = ask(CASES[0], max_tokens=80, temperature=1, n=2, seed=3)
+    named = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    answer = create(**asked, response_format=named)
+    for choice in answer.choices:
+        if choice.finish_reason == "stop":
+            value = json.loads(choice.message.content)
+            assert list(value) == ["city", "people"]
+            assert type(value["people"]) is int
+    assert "stop" in [choice.finish_reason for choice in answer.choices]
+
+    bound = {"structured_outputs": {"regex": r"(yes|no), \d{2}!"}}
+    with create(**ask(CASES[0], stream=True, max_tokens=30), extra_body=bound) as stream:
+        chunks = iter(stream)
+        text = next(chunks).choices[0].delta.content or ""
+        with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+            bad = {"name": "bad", "schema": {"uniqueItems": True, "type": "array"}}
+            create(**asked, response_format={"type": "json_schema", "json_schema": bad})
+        assert caught.value.param == "response_format.json_schema.schema"
+        text += "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert re.fullmatch(r"(yes|no), \d{2}!", text)

@@ -23,6 +23,7 @@ from trioleg.messages import (
     EngineCoreOutputs,
     EngineCoreRequestType,
     FinishReason,
+    refusal_reason,
 )
 
 End: TypeAlias = Callable[[ScriptedApp], None]
@@ -112,14 +113,25 @@ def report_an_error(app: ScriptedApp) -> None:
     send(app, [], FinishReason.ERROR)
 
 
+def refuse(app: ScriptedApp) -> None:
+    reason = refusal_reason("structured_outputs", "structured_outputs is too much; allowed: less")
+    send(app, [], FinishReason.ERROR, reason)
+
+
 def abort(app: ScriptedApp) -> None:
     app.transport.core.finish_all()
 
 
-def send(app: ScriptedApp, token_ids: list[int], finish: FinishReason | None) -> None:
+def send(
+    app: ScriptedApp,
+    token_ids: list[int],
+    finish: FinishReason | None,
+    stop_reason: str | None = None,
+) -> None:
     """An output of the engine's for the first request that it was sent."""
     first = next(body for kind, body in app.transport.sent if kind is EngineCoreRequestType.ADD)
-    output = EngineCoreOutput(decode_request(first).request_id, token_ids, finish_reason=finish)
+    request_id = decode_request(first).request_id
+    output = EngineCoreOutput(request_id, token_ids, finish_reason=finish, stop_reason=stop_reason)
     app.transport.inject([encode(EngineCoreOutputs(outputs=[output]))])
 
 
@@ -131,6 +143,7 @@ BAD_ENDINGS = pytest.mark.parametrize(
         (shut_down, 503, "server_shutdown"),
         (send_a_bad_id, 500, "output_error"),
         (report_an_error, 500, "output_error"),
+        (refuse, 400, None),
     ],
 )
 
@@ -138,7 +151,7 @@ BAD_ENDINGS = pytest.mark.parametrize(
 @ASKED
 @BAD_ENDINGS
 async def test_a_bad_ending_in_the_middle(
-    autojump_clock: MockClock, end: End, status: int, code: str, asked: dict[str, Any]
+    autojump_clock: MockClock, end: End, status: int, code: str | None, asked: dict[str, Any]
 ) -> None:
     """One error event and [DONE]; what had been generated before it is there."""
     asked = {**asked, "logprobs": True}
@@ -154,7 +167,7 @@ async def test_a_bad_ending_in_the_middle(
 @BAD_ENDINGS
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_bad_ending_gives_out_what_was_held_back(
-    autojump_clock: MockClock, end: End, status: int, code: str, n: int
+    autojump_clock: MockClock, end: End, status: int, code: str | None, n: int
 ) -> None:
     """By a server whose writes have a checkpoint before anything is written, as this app's have."""
     asked = {"n": n, "stop": "cabd", "return_token_ids": True}
@@ -169,7 +182,7 @@ async def test_a_bad_ending_gives_out_what_was_held_back(
 @pytest.mark.parametrize("stream", [True, False])
 @BAD_ENDINGS
 async def test_a_bad_ending_before_the_first_token(
-    autojump_clock: MockClock, end: End, status: int, code: str, stream: bool
+    autojump_clock: MockClock, end: End, status: int, code: str | None, stream: bool
 ) -> None:
     """B2: whatever it is, it is a status and JSON."""
     answer = await ended_by(end, 1, LATE, stream=stream, n=2, logprobs=True)
@@ -178,7 +191,7 @@ async def test_a_bad_ending_before_the_first_token(
 
 @BAD_ENDINGS
 async def test_a_bad_ending_behind_a_keep_alive_comment(
-    autojump_clock: MockClock, end: End, status: int, code: str
+    autojump_clock: MockClock, end: End, status: int, code: str | None
 ) -> None:
     """The comment has sent the 200, so no status is left to say it with."""
     config = ServerConfig(sse_keep_alive_interval=1)
@@ -191,7 +204,7 @@ async def test_a_bad_ending_behind_a_keep_alive_comment(
 
 @BAD_ENDINGS
 async def test_a_plain_answer_that_fails_has_what_was_generated(
-    autojump_clock: MockClock, end: End, status: int, code: str
+    autojump_clock: MockClock, end: End, status: int, code: str | None
 ) -> None:
     answer = await ended_by(end, 0.55, ENDLESS, n=2, logprobs=True, return_token_ids=True)
     assert (answer.status, answer.error["code"]) == (status, code)

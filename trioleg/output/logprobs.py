@@ -1,8 +1,9 @@
 """Logprobs: from an engine's arrays to one entry for each token, chosen one first.
 
-Pure. An entry is made from one row of the arrays: the sampled token, then the most probable ones. An
-engine computes a whole batch alike, so rows may be wider than this request asked for; what is too much is
-left out. An entry goes out with its token, whatever becomes of the token's text.
+Pure. An entry is made from one row of the arrays: the sampled token, then the most probable ones, or those
+that ``logprob_token_ids`` names. An engine computes a whole batch alike, so rows may be wider than this
+request asked for; what is too much is left out. An entry goes out with its token, whatever becomes of the
+token's text.
 
 -inf is a fact (a token that was ruled out). NaN and +inf are none: they end the request, since what the model
 says after it means nothing.
@@ -20,18 +21,21 @@ from ..outputs import Logprob, LogprobsOfToken
 from ..token_pieces import TokenPieces
 from .arrays import Frames, read_array
 
-__all__ = ["read_logprobs", "read_prompt_logprobs"]
+__all__ = ["Wanted", "read_logprobs", "read_prompt_logprobs"]
+
+# What stands beside the token itself: so many of the most probable ones (-1: all), or these.
+Wanted = int | Sequence[int]
 
 
 def read_logprobs(
-    wire: Any, token_ids: Sequence[int], k: int, pieces: TokenPieces, frames: Frames
+    wire: Any, token_ids: Sequence[int], wanted: Wanted, pieces: TokenPieces, frames: Frames
 ) -> list[LogprobsOfToken]:
     """An entry for each of ``token_ids``, from ``EngineCoreOutput.new_logprobs``.
 
-    ``k``: how many of the most probable tokens were asked for. Raises ``OutputError`` for arrays that
-    are missing, malformed or about other tokens.
+    ``wanted``: what was asked for. Raises ``OutputError`` for arrays that are missing, malformed or about
+    other tokens.
     """
-    return _read("new_logprobs", wire, token_ids, k, pieces, frames)
+    return _read("new_logprobs", wire, token_ids, wanted, pieces, frames)
 
 
 def read_prompt_logprobs(
@@ -43,7 +47,12 @@ def read_prompt_logprobs(
 
 
 def _read(
-    what: str, wire: Any, token_ids: Sequence[int], k: int, pieces: TokenPieces, frames: Frames
+    what: str,
+    wire: Any,
+    token_ids: Sequence[int],
+    wanted: Wanted,
+    pieces: TokenPieces,
+    frames: Frames,
 ) -> list[LogprobsOfToken]:
     ids_array, logprobs_array, ranks_array = _three(what, wire)
     shape, ids = read_array(ids_array, frames, f"{what}: token ids")
@@ -54,6 +63,10 @@ def _read(
     if len(shape) != 2 or same_shape != shape or rank_shape != shape[:1]:
         raise OutputError(f"{what} from the engine: {shape}, {same_shape} and {rank_shape} differ")
     rows, width = shape
+    listed = () if isinstance(wanted, int) else wanted
+    k = wanted if isinstance(wanted, int) else len(wanted)
+    if k == -1:
+        k = max(width - 1, 0)
     if rows < len(token_ids) or width < k + 1:
         raise OutputError(
             f"{what} from the engine: {rows} rows of {width}; allowed: at least {len(token_ids)} rows "
@@ -65,7 +78,12 @@ def _read(
     for row in range(len(token_ids)):
         first = row * width
         end = first + k + 1
-        entries.append(_entry(what, ids[first:end], logprobs[first:end], ranks[row], pieces))
+        if listed and ids[first + 1 : end] != list(listed):
+            raise OutputError(f"{what} from the engine: not those of logprob_token_ids")
+        row_of_ids, row_of_logprobs = ids[first:end], logprobs[first:end]
+        entries.append(
+            _entry(what, row_of_ids, row_of_logprobs, ranks[row], pieces, ranked=not listed)
+        )
     return entries
 
 
@@ -84,15 +102,23 @@ def _three(what: str, wire: Any) -> tuple[Any, Any, Any]:
 
 
 def _entry(
-    what: str, ids: list[int], logprobs: list[float], rank: int, pieces: TokenPieces
+    what: str,
+    ids: list[int],
+    logprobs: list[float],
+    rank: int,
+    pieces: TokenPieces,
+    *,
+    ranked: bool,
 ) -> LogprobsOfToken:
+    """``ranked``: the others are the most probable ones in order, so that their places are their ranks."""
     for logprob in logprobs:
         if math.isnan(logprob) or logprob == math.inf:
             shown = "NaN" if math.isnan(logprob) else "infinity"
             raise OutputError(f"{what} from the engine: {shown} for token id {ids[0]}")
-    entry = {}
+    entry: LogprobsOfToken = {}
     for place, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         # If the sampled token is among the most probable ones, its place there is its rank.
+        known = (place or rank) if ranked else rank if token_id == ids[0] else None
         text, data = pieces.text_of(token_id), pieces.bytes_of(token_id)
-        entry[token_id] = Logprob(logprob, place or rank, text, data)
+        entry[token_id] = Logprob(logprob, known, text, data)
     return entry

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..errors import OutputError
-from ..messages import EngineCoreOutput, FinishReason
+from ..messages import EngineCoreOutput, FinishReason, read_refusal
 from ..outputs import Ending, EndingKind, PoolingRequestOutput, RequestMetrics, RequestOutput
+from ..sampling_params import SamplingParams
 from .arrays import Frames
 from .pooling import PoolingState
 from .request_state import ChoiceState, RequestState
@@ -164,7 +165,7 @@ class OutputProcessor:
         if finish is not None:
             del self._choices[output.request_id]
             if finish is FinishReason.ERROR:
-                return _engine_error(output.stop_reason)
+                return _engine_error(output.stop_reason, choice.request.params)
         _note_times(choice, output, step)
         stop = choice.update(output, step.frames)
         if finish is FinishReason.ABORT:
@@ -224,7 +225,15 @@ _READER_TOO_SLOW = Ending(
 )
 
 
-def _engine_error(reason: int | str | None) -> Ending:
+def _engine_error(reason: int | str | None, params: SamplingParams | None = None) -> Ending:
+    refusal = read_refusal(reason)
+    if refusal is not None:
+        parameter, sentence = refusal
+        constraint = None if params is None else params.structured_outputs
+        if constraint is not None and (parameter or "").startswith("structured_outputs"):
+            # Its caller may know it by another name, which the engine has never heard.
+            parameter = constraint.parameter
+        return Ending(EndingKind.REFUSED, sentence, parameter=parameter)
     cause = str(reason or "the engine reports an error for this request")
     return Ending(EndingKind.OUTPUT_ERROR, cause)
 

@@ -170,7 +170,7 @@ class ChoiceState:
         self._detokenizer = make_detokenizer(
             request.detokenizer, request.tokenizer, request.prompt_token_ids, params
         )
-        self._num_logprobs = params.logprobs
+        self._wanted_logprobs = params.logprob_token_ids or params.logprobs
         self._cumulative_logprob = 0.0
         # What the reader has not been given yet: tokens, an entry of logprobs for each of them, and text
         # (of output kinds that hand it over again: all of it).
@@ -238,11 +238,11 @@ class ChoiceState:
         return stop
 
     def _read_logprobs(self, output: EngineCoreOutput, frames: Frames) -> list[LogprobsOfToken]:
-        k = self._num_logprobs
-        if k is None:
+        wanted = self._wanted_logprobs
+        if wanted is None:
             return []
         pieces = self.request.tokenizer.pieces
-        return read_logprobs(output.new_logprobs, output.new_token_ids, k, pieces, frames)
+        return read_logprobs(output.new_logprobs, output.new_token_ids, wanted, pieces, frames)
 
     def _take_tokens(self, token_ids: list[int], entries: list[LogprobsOfToken]) -> None:
         """``entries`` may go on behind a stop string, where the tokens do not."""
@@ -300,7 +300,7 @@ class ChoiceState:
             self._all_token_ids += token_ids
             token_ids = list(self._all_token_ids)
         output = CompletionOutput(self.index, text, token_ids, finish_reason, stop_reason)
-        if self._num_logprobs is not None:
+        if self._wanted_logprobs is not None:
             entries, self._logprobs = self._logprobs, []
             if not self._is_delta:
                 self._all_logprobs += entries

@@ -2,7 +2,8 @@
 
 Pure. The one place where that happens, whoever asks: a server's stream, a program's, or a batch. What only
 the model can tell of the parameters (is there room for so many tokens? is that an id of its vocabulary?)
-is checked here; after that the engine must take the request, since on this wire a bad one can end it.
+is checked here, and bad words become token ids; after that the engine must take the request, since on this
+wire a bad one can end it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from ..errors import InvalidRequestError
 from ..messages import EngineCoreRequest, EnginePoolingParams, EngineSamplingParams
+from ..param_checks import check_token_ids
 from ..sampling_params import PoolingParams, SamplingParams
 from ..tokenizer import Tokenizer
 from .pooling import PoolingState
@@ -28,7 +30,17 @@ __all__ = [
 
 
 # Of what a model's author may recommend, what SamplingParams has a name for.
-_DEFAULTS = ("temperature", "top_p", "top_k")
+_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+# vLLM's bound: an engine of its own may refuse more.
+_BAD_WORDS_MAX = 128
 
 
 def default_sampling_params(tokenizer: Tokenizer, **asked: Any) -> SamplingParams:
@@ -57,18 +69,29 @@ def make_submission(
     tokenizer: Tokenizer,
     *,
     max_model_len: int,
+    max_logprobs: int,
     sink: OutputSink | None = None,
     detokenizer: str = "fast",
     stream_interval: int = 1,
     arrival: float | None = None,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    scheduling_policy: str = "fcfs",
 ) -> Submission:
     """A request for tokens. ``prompt_token_ids`` are checked already (``trioleg/prompts.py``).
 
-    ``max_model_len``: the engine's. ``arrival``: when the request came, by the monotonic clock. The
-    others: see ``RequestState``. Raises ``InvalidRequestError``.
+    ``max_model_len``, ``max_logprobs`` (-1: no bound) and ``scheduling_policy`` are the engine's.
+    ``arrival``: when the request came, by the monotonic clock. ``priority``, ``cache_salt``: see
+    ``LLM.open_stream``. The others: see ``RequestState``. Raises ``InvalidRequestError``.
     """
+    _check_priority(priority, scheduling_policy)
+    _check_cache_salt(cache_salt)
     max_tokens = _max_tokens(params, len(prompt_token_ids), max_model_len)
-    _check_ids("stop_token_ids", params.stop_token_ids, tokenizer.vocab_size)
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        check_token_ids(name, getattr(params, name), tokenizer.vocab_size)
+    _check_logprobs(params, max_logprobs, tokenizer.vocab_size)
+    _check_prompt_logprobs(params, len(prompt_token_ids), tokenizer.vocab_size)
+    bad_words_token_ids = _bad_words_token_ids(params.bad_words, tokenizer)
     state = RequestState(
         request_id,
         prompt_token_ids,
@@ -88,8 +111,11 @@ def make_submission(
                 max_tokens=max_tokens,
                 eos_token_id=tokenizer.eos_token_id,
                 other_eos_token_ids=tokenizer.other_eos_token_ids,
+                bad_words_token_ids=bad_words_token_ids,
                 index=choice.index,
             ),
+            priority=priority,
+            cache_salt=cache_salt,
         )
         for choice in state.choices
     ]
@@ -118,6 +144,8 @@ def _engine_request(
     *,
     sampling_params: EngineSamplingParams | None = None,
     pooling_params: EnginePoolingParams | None = None,
+    priority: int = 0,
+    cache_salt: str | None = None,
 ) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=request_id,
@@ -127,9 +155,50 @@ def _engine_request(
         pooling_params=pooling_params,
         arrival_time=time.time(),
         lora_request=None,
-        cache_salt=None,
+        cache_salt=cache_salt,
         data_parallel_rank=None,
+        priority=priority,
     )
+
+
+# What a 32-bit integer holds: engines compare priorities, and need no more.
+_PRIORITY_MAX = 2**31 - 1
+
+
+def _check_priority(priority: Any, scheduling_policy: str) -> None:
+    is_number = isinstance(priority, int) and not isinstance(priority, bool)
+    if not is_number or not -_PRIORITY_MAX <= priority <= _PRIORITY_MAX:
+        allowed = f"an integer from {-_PRIORITY_MAX} to {_PRIORITY_MAX}"
+    elif priority and scheduling_policy != "priority":
+        allowed = f"0, since the engine's scheduling policy is {scheduling_policy}"
+    else:
+        return
+    raise InvalidRequestError(
+        f"priority is {_shown(priority)}; allowed: {allowed}", parameter="priority"
+    )
+
+
+def _check_cache_salt(cache_salt: Any) -> None:
+    if cache_salt is None or (isinstance(cache_salt, str) and cache_salt and _is_utf8(cache_salt)):
+        return
+    raise InvalidRequestError(
+        f"cache_salt is {_shown(cache_salt)}; allowed: a string that is not empty, of Unicode "
+        "characters, or null",
+        parameter="cache_salt",
+    )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    shown = ascii(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _max_tokens(params: SamplingParams, prompt_len: int, max_model_len: int) -> int:
@@ -146,9 +215,58 @@ def _max_tokens(params: SamplingParams, prompt_len: int, max_model_len: int) -> 
     return left if params.max_tokens is None else params.max_tokens
 
 
-def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if token_id >= vocab_size:
+def _check_logprobs(params: SamplingParams, max_logprobs: int, vocab_size: int) -> None:
+    """How many there may be is the engine's own setting; a chat request says top_logprobs for logprobs."""
+    names = {"logprobs": "logprobs (top_logprobs)", "prompt_logprobs": "prompt_logprobs"}
+    if params.logprob_token_ids:
+        # They have a bound of their own, and logprobs is only their number.
+        del names["logprobs"]
+    for name, spelled in names.items():
+        k = getattr(params, name)
+        asked = vocab_size if k == -1 else k
+        if asked is not None and max_logprobs != -1 and asked > max_logprobs:
             raise InvalidRequestError(
-                f"{name} holds {token_id}; allowed: 0 to {vocab_size - 1}", parameter=name
+                f"{spelled} is {k}; allowed: 0 to {max_logprobs}, which is max_logprobs, or null",
+                parameter=name,
             )
+
+
+# All in one output: a figure takes 4 µs to read, in which nobody else is served, and 250 bytes. 20 for each token of
+# a prompt of 13,000 are as many.
+_PROMPT_LOGPROBS_MAX = 2**18
+
+
+def _check_prompt_logprobs(params: SamplingParams, prompt_len: int, vocab_size: int) -> None:
+    k = params.prompt_logprobs
+    most = _PROMPT_LOGPROBS_MAX // prompt_len - 1
+    if k is not None and (vocab_size if k == -1 else k) > most:
+        raise InvalidRequestError(
+            f"prompt_logprobs is {k}; allowed: at most {max(most, 0)} for a prompt of {prompt_len} tokens "
+            f"({_PROMPT_LOGPROBS_MAX} figures in all)",
+            parameter="prompt_logprobs",
+        )
+
+
+def _bad_words_token_ids(bad_words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """vLLM's rule: a word as it begins a text, and, where that is one other token and no more of them, as
+    it stands behind a space. Raises ``InvalidRequestError``."""
+    found: list[list[int]] = []
+    for word in bad_words:
+        first = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        if not first:
+            raise InvalidRequestError(
+                f"bad_words holds {word!r}; allowed: words of at least one token",
+                parameter="bad_words",
+            )
+        spaced = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
+        found.append(first)
+        if spaced and spaced[0] != first[0] and len(spaced) == len(first):
+            found.append(spaced)
+    if len(found) > _BAD_WORDS_MAX:
+        raise InvalidRequestError(
+            f"bad_words become {len(found)} sequences of tokens; allowed: at most {_BAD_WORDS_MAX}",
+            parameter="bad_words",
+        )
+    for one in found:
+        check_token_ids("bad_words", one, tokenizer.vocab_size)
+    return found

@@ -72,7 +72,8 @@ class EngineWatch:
 @dataclass(frozen=True, slots=True)
 class EngineLinkStatistics:
     """``scheduler`` is the engine's last word about itself; ``messages``: received so far;
-    ``stale_outputs``: for requests that had just ended; ``failed_sends``: could not leave."""
+    ``stale_outputs``: for requests that had just ended; ``failed_sends``: could not leave.
+    ``prefix_cache_queries``: tokens looked for in the engine's prefix cache, ``_hits``: found there."""
 
     engine: int
     dead: str | None
@@ -82,6 +83,8 @@ class EngineLinkStatistics:
     messages: int
     stale_outputs: int
     failed_sends: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
 
     @property
     def num_free_blocks(self) -> int:
@@ -224,12 +227,18 @@ class EngineLink:
             self.end_all(Ending(EndingKind.OUTPUT_ERROR, str(error), self.rank))
             return
         if message.scheduler_stats is not None:
-            self._scheduler_stats = message.scheduler_stats
+            self._note_stats(message.scheduler_stats)
         if message.utility_output is not None:
             self._answer(message.utility_output)
         await self._process(message, frames, received)
         if self.tracer is not None:
             self.tracer.on_message(message, received, self._processor.find)
+
+    def _note_stats(self, stats: SchedulerStats) -> None:
+        self._scheduler_stats = stats
+        if stats.prefix_cache_stats is not None:
+            self._counts["prefix_cache_queries"] += stats.prefix_cache_stats.queries
+            self._counts["prefix_cache_hits"] += stats.prefix_cache_stats.hits
 
     async def _process(
         self,
@@ -326,6 +335,8 @@ class EngineLink:
             self._counts["messages"],
             self._counts["stale_outputs"],
             self._counts["failed_sends"],
+            self._counts["prefix_cache_queries"],
+            self._counts["prefix_cache_hits"],
         )
 
 

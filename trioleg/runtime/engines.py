@@ -28,6 +28,9 @@ __all__ = ["Engine", "attach_engine", "start_engine"]
 
 _log = logging.getLogger("trioleg.engine")
 
+# How our programs begin the sentence that they end with.
+_COMPLAINT = "trioleg: "
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -68,16 +71,17 @@ async def start_engine(
                 argv += [str(directory), *config.engine.arguments()]
             else:
                 argv += ["--script", str(script)]
+            output = _EngineOutput()
             _log.info("starting the engine of %s", directory if script is None else script)
             async with open_engine_process(
                 argv,
-                on_stderr_line=_log_line,
+                on_stderr_line=output.take_line,
                 stop_timeout=config.engine_stop_timeout,
                 ipc_dir=folder,
             ) as process:
                 accepted = None
                 with trio.move_on_after(config.start_timeout):
-                    accepted = await _accept(listener, process)
+                    accepted = await _accept(listener, process, output)
                 if accepted is None:
                     raise EngineStartError(
                         f"the engine was not ready within {config.start_timeout:g} s"
@@ -90,11 +94,23 @@ async def start_engine(
                     await accepted.transport.aclose()
 
 
-def _log_line(line: str) -> None:
-    _log.info("%s", line)
+class _EngineOutput:
+    """The lines of an engine of ours: logged, but for the one that says why it does not start. That is kept
+    in ``complaint``, for the error, and so said once."""
+
+    def __init__(self) -> None:
+        self.complaint = ""
+
+    def take_line(self, line: str) -> None:
+        if line.startswith(_COMPLAINT):
+            self.complaint = line.removeprefix(_COMPLAINT)
+        else:
+            _log.info("%s", line)
 
 
-async def _accept(listener: EngineListener, process: EngineProcess) -> AcceptedEngine:
+async def _accept(
+    listener: EngineListener, process: EngineProcess, output: _EngineOutput
+) -> AcceptedEngine:
     """Wait for the engine or its exit, whichever is first."""
     accepted: list[AcceptedEngine] = []
     failures: list[str] = []
@@ -105,7 +121,8 @@ async def _accept(listener: EngineListener, process: EngineProcess) -> AcceptedE
 
     async def watch() -> None:
         ended = await process.wait()
-        failures.append(f"{ended}: {process.last_error}" if process.last_error else str(ended))
+        reason = output.complaint or process.last_error
+        failures.append(f"{ended}: {reason}" if reason else str(ended))
         nursery.cancel_scope.cancel(reason="the engine has ended")
 
     try:

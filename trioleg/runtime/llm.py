@@ -30,6 +30,7 @@ from ..errors import (
     InvalidRequestError,
     RequestEnded,
     ServerShutdown,
+    WireError,
 )
 from ..output.request_state import OutputSink
 from ..output.submission import (
@@ -40,15 +41,18 @@ from ..output.submission import (
 )
 from ..outputs import Ending, EndingKind, PoolingRequestOutput, RequestOutput
 from ..sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from ..structured_outputs import StructuredOutputsParams
 from ..tokenizer import Tokenizer
 from .engine_link import EngineLink, EngineLinkStatistics
 from .engines import Engine, attach_engine, start_engine
+from .grammars import GrammarChecker
 from .mailbox import Mailbox
 from .prompts import Prompt, PromptReader, RunSync
 from .request_stream import RequestStream
 from .stats_logger import StatsLogger
 from .tracer import Tracer
 from .unwrap import unwrapped
+from .utilities import EngineUtilities
 
 __all__ = ["LLM", "LLMStatistics", "open_llm"]
 
@@ -66,7 +70,7 @@ class LLMStatistics:
     engines: tuple[EngineLinkStatistics, ...]
 
 
-class LLM:
+class LLM(EngineUtilities):
     """A model that is being served: made by ``open_llm``, usable until its block is left.
 
     ``link.run`` is the task that ``open_llm`` runs for it.
@@ -93,6 +97,7 @@ class LLM:
         self._id_prefix = f"{secrets.token_hex(6)}-"
         self._numbers = itertools.count()
         self._prompts = PromptReader(tokenizer, self.max_model_len, run_sync)
+        self._grammars = GrammarChecker()
         self._open_streams: dict[str, RequestStream] = {}
         self._endings: Counter[EndingKind] = Counter()
         self._refusal: str | None = None
@@ -116,18 +121,29 @@ class LLM:
         return default_sampling_params(self.tokenizer, **asked)
 
     def open_stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AbstractAsyncContextManager[RequestStream]:
         """Send a request; the block reads its outputs. Leaving the block is the cancel.
 
         ``prompt``: text, token ids, or chat messages. ``params`` None: the model's defaults.
+        ``priority``: the smallest is served first; other than 0 only if ``EngineConfig.scheduling_policy``
+        is "priority". ``cache_salt``: of the engine's prefix cache, this request shares only what requests
+        with the same salt have left there.
         Raises ``InvalidRequestError`` (nothing was sent), ``EngineDeadError``, and
         ``ServerShutdown`` once the LLM takes no more requests. Cancel-safe at every point.
         """
         checked = self._params(params)
         self._refuse_unless_supported("generate", "prompt")
         is_delta = checked.output_kind is RequestOutputKind.DELTA
-        return self._open(prompt, partial(self._submission, checked), aggregate=is_delta)
+        submission = partial(self._submission, checked, priority=priority, cache_salt=cache_salt)
+        return self._open(
+            prompt, submission, aggregate=is_delta, constraint=checked.structured_outputs
+        )
 
     async def encode(
         self, prompt: Prompt, params: PoolingParams | None = None
@@ -150,11 +166,18 @@ class LLM:
 
     @asynccontextmanager
     async def _open(
-        self, prompt: Prompt, make_submission: _MakeSubmission, *, aggregate: bool
+        self,
+        prompt: Prompt,
+        make_submission: _MakeSubmission,
+        *,
+        aggregate: bool,
+        constraint: StructuredOutputsParams | None = None,
     ) -> AsyncIterator[RequestStream]:
         arrival = self._clock()
         self._refuse_if_closing()
         prompt_token_ids = await self._prompts.read(prompt)
+        if constraint is not None:
+            await self._grammars.check(constraint)
         # From here to `yield` nothing waits: registering and sending are one step.
         self._refuse_if_closing()
         mailbox = Mailbox(aggregate=aggregate, max_bytes=self._config.mailbox_max_bytes)
@@ -169,12 +192,20 @@ class LLM:
             stream.close()
             del self._open_streams[request_id]
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """The whole answer at once. Raises as ``open_stream`` and ``RequestStream.receive`` do; a
-        ``RequestEnded`` carries what had been generated in ``partial``."""
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """The whole answer at once. Takes and raises what ``open_stream`` does, raises also as
+        ``RequestStream.receive``; a ``RequestEnded`` carries what had been generated in ``partial``."""
         params = self._params(params).with_output_kind(RequestOutputKind.FINAL_ONLY)
         output: RequestOutput | None = None
-        async with self.open_stream(prompt, params) as stream:
+        opening = self.open_stream(prompt, params, priority=priority, cache_salt=cache_salt)
+        async with opening as stream:
             try:
                 async for one in stream:
                     output = one
@@ -201,6 +232,8 @@ class LLM:
         *,
         sink: OutputSink,
         arrival: float,
+        priority: int,
+        cache_salt: str | None,
     ) -> Submission:
         return make_submission(
             request_id,
@@ -208,10 +241,14 @@ class LLM:
             params,
             self.tokenizer,
             max_model_len=self.max_model_len,
+            max_logprobs=self._config.engine.max_logprobs,
             sink=sink,
             detokenizer=self._config.detokenizer,
             stream_interval=self._config.stream_interval,
             arrival=arrival,
+            priority=priority,
+            cache_salt=cache_salt,
+            scheduling_policy=self._config.engine.scheduling_policy,
         )
 
     def _pooling_submission(
@@ -281,13 +318,14 @@ class LLM:
 
     async def check_tasks(self) -> None:
         """Ask the engine what its model can do. Raises ``EngineStartError`` for an answer that is none."""
-        tasks = await self.link.call_utility("get_supported_tasks")
-        if not isinstance(tasks, list) or not tasks or not all(isinstance(t, str) for t in tasks):
-            raise EngineStartError(
-                f"the engine says that its model supports {tasks!r}; allowed: a list of tasks, such as "
-                "'generate'"
-            )
-        self.supported_tasks = frozenset(tasks)
+        try:
+            self.supported_tasks = frozenset(await self.get_supported_tasks())
+        except WireError as error:
+            raise EngineStartError(str(error)) from error
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """See ``EngineUtilities``."""
+        return await self.link.call_utility(method, *args)
 
     @property
     def stats_logger(self) -> StatsLogger | None:
@@ -301,6 +339,7 @@ class LLM:
     def close(self) -> None:
         """The block is left: streams that are still open end, and further use of them is refused."""
         self.shut_down("the LLM's block has been left")
+        self._grammars.close()
         for stream in self._open_streams.values():
             stream.close()
 
@@ -316,7 +355,7 @@ async def open_llm(
 ) -> AsyncIterator[LLM]:
     """Start an engine for ``model`` (or let one join) and yield an ``LLM`` when it is ready.
 
-    ``model``: a name known to the model store that has been pulled, or a Hugging Face directory.
+    ``model``: what ``model_store.resolve`` finds: a model or GGUF file that was pulled, or a directory.
     ``attach``: a handshake address (``tcp://127.0.0.1:PORT``) to bind; an engine started by somebody
     else is waited for there. ``script``: the engine is the scripted one, with this file. With either, a directory
     needs no weights.

@@ -41,6 +41,8 @@ class _Sums:
     seconds_to_first_token: float = 0.0
     gaps: int = 0
     seconds_between_tokens: float = 0.0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
 
 
 class LoggingStatsLogger:
@@ -74,6 +76,9 @@ class LoggingStatsLogger:
         if self._sums == _Sums():
             self._since = now
         self._add(iteration)
+        if scheduler is not None and scheduler.prefix_cache_stats is not None:
+            self._sums.prefix_cache_queries += scheduler.prefix_cache_stats.queries
+            self._sums.prefix_cache_hits += scheduler.prefix_cache_stats.hits
         elapsed = now - self._since
         if elapsed >= self._interval or (elapsed >= 1 and self._is_idle()):
             self._tell(elapsed)
@@ -107,6 +112,8 @@ class LoggingStatsLogger:
             f"finished {sums.finished}",
             f"cache {max((one.kv_cache_usage for one in engines), default=0.0):.1%}",
         ]
+        if sums.prefix_cache_queries:
+            parts.append(f"prefix hits {sums.prefix_cache_hits / sums.prefix_cache_queries:.1%}")
         if sums.first_tokens:
             mean = sums.seconds_to_first_token / sums.first_tokens
             parts.append(f"first token after {1000 * mean:.0f} ms")

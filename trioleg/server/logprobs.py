@@ -9,19 +9,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..outputs import Logprob, LogprobsOfToken
+from ..sampling_params import SamplingParams
 
-__all__ = ["choice_logprobs", "prompt_logprobs_json"]
+__all__ = ["choice_logprobs", "listed_logprobs", "prompt_logprobs_json"]
 
 _RULED_OUT = -9999.0
 
 
+def listed_logprobs(params: SamplingParams) -> int | None:
+    """The ``top_logprobs`` of ``choice_logprobs`` for a request."""
+    return None if params.logprob_token_ids else params.logprobs or 0
+
+
 def choice_logprobs(
-    logprobs: Sequence[LogprobsOfToken] | None, top_logprobs: int
+    logprobs: Sequence[LogprobsOfToken] | None, top_logprobs: int | None
 ) -> dict[str, Any] | None:
     """``choices[].logprobs``: one entry for each token. None if there is none, as in OpenAI's chunks.
 
-    ``top_logprobs`` of an entry are the so many most probable tokens, the likeliest first; the chosen
-    token is among them only if it is one of them.
+    ``top_logprobs`` of an entry are the so many most probable tokens (-1: all), the likeliest first; the
+    chosen token is among them only if it is one of them. None: the chosen token and all others that
+    the engine sent, in its order (vLLM's rule for ``logprob_token_ids``).
     """
     if not logprobs:
         return None
@@ -29,13 +36,16 @@ def choice_logprobs(
     return {"content": content, "refusal": None}
 
 
-def _entry_of(of_token: LogprobsOfToken, top_logprobs: int) -> dict[str, Any]:
+def _entry_of(of_token: LogprobsOfToken, top_logprobs: int | None) -> dict[str, Any]:
     chosen, *others = of_token.values()
-    if len(others) < top_logprobs:
+    listed = others[:top_logprobs]
+    if top_logprobs is None:
+        listed = [chosen, *others]
+    elif top_logprobs == -1 or len(others) < top_logprobs:
         # The chosen token is one of the most probable: the engine names each token once.
-        others = sorted([chosen, *others], key=lambda one: -one.logprob)
+        listed = sorted([chosen, *others], key=lambda one: -one.logprob)
     entry = _token(chosen)
-    entry["top_logprobs"] = [_token(one) for one in others[:top_logprobs]]
+    entry["top_logprobs"] = [_token(one) for one in listed]
     return entry
 
 

@@ -41,6 +41,16 @@ _ENGINE_COUNTERS = (
         lambda e: e.stale_outputs,
     ),
     ("failed_sends", "Messages that could not leave for the engine.", lambda e: e.failed_sends),
+    (
+        "prefix_cache_queries",
+        "Tokens looked for in the engine's prefix cache.",
+        lambda e: e.prefix_cache_queries,
+    ),
+    (
+        "prefix_cache_hits",
+        "Tokens found in the engine's prefix cache.",
+        lambda e: e.prefix_cache_hits,
+    ),
 )
 
 

@@ -24,7 +24,8 @@ from ..errors import (
 )
 from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
-from .logprobs import choice_logprobs, prompt_logprobs_json
+from .logprobs import choice_logprobs, listed_logprobs, prompt_logprobs_json
+from .structured_outputs import STRUCTURED_OUTPUTS, read_structured_outputs
 
 __all__ = [
     "ChatCompletionRequest",
@@ -41,16 +42,9 @@ __all__ = [
 # Parameters of OpenAI's and vLLM's chat requests that are not honoured, with the values that ask for
 # nothing and are therefore accepted. null is accepted for every one of them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_p": (0,),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "tools": ([],),
     "tool_choice": ("none",),
     "parallel_tool_calls": (),
@@ -72,14 +66,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "detokenize": (True,),
     "truncate_prompt_tokens": (),
-    "priority": (0,),
-    "cache_salt": (),
     "request_id": (),
     "timeouts": (),
+    "thinking_token_budget": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
 }
 
 # Parameters that go into SamplingParams under their own names.
@@ -88,6 +83,13 @@ _SAMPLING = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
     "seed",
     "min_tokens",
     "ignore_eos",
@@ -97,6 +99,8 @@ _SAMPLING = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "prompt_logprobs",
+    "logprob_token_ids",
+    "repetition_detection",
     "stop_hold_back",
     "stream_interval",
 )
@@ -112,11 +116,11 @@ _OWN = (
     "logprobs",
     "top_logprobs",
     "return_token_ids",
+    "priority",
+    "cache_salt",
     "user",
+    *STRUCTURED_OUTPUTS,
 )
-
-# OpenAI's bound. An engine of vLLM's may allow more, which we do not ask it for.
-_TOP_LOGPROBS_MAX = 20
 
 _ROLES = ("system", "developer", "user", "assistant")
 
@@ -129,7 +133,8 @@ class ModelNotFoundError(InvalidRequestError):
 class ChatCompletionRequest:
     """A chat request, checked. ``messages``: role and content (text), ready for a chat template.
     ``model`` None: whichever is served. ``return_token_ids``: of prompt and answer, as vLLM does.
-    ``continuous_usage``: the usage so far in every chunk; only with ``include_usage``."""
+    ``continuous_usage``: the usage so far in every chunk; only with ``include_usage``. ``priority`` and
+    ``cache_salt`` are as they came: ``LLM.open_stream`` checks them, before the first byte."""
 
     model: str | None
     messages: list[dict[str, Any]]
@@ -138,6 +143,8 @@ class ChatCompletionRequest:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 def check_model(request: ChatCompletionRequest, served: str) -> None:
@@ -174,6 +181,8 @@ def _parse(
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         return_token_ids=_boolean(fields, "return_token_ids"),
+        priority=0 if fields.get("priority") is None else fields["priority"],
+        cache_salt=fields.get("cache_salt"),
     )
 
 
@@ -186,6 +195,7 @@ def _sampling(fields: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
     if max_tokens is not None:
         asked["max_tokens"] = max_tokens
     asked["logprobs"] = _logprobs(fields)
+    asked["structured_outputs"] = read_structured_outputs(fields)
     asked["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     return asked
 
@@ -252,15 +262,21 @@ def _model(fields: Mapping[str, Any]) -> str | None:
 
 
 def _logprobs(fields: Mapping[str, Any]) -> int | None:
-    """OpenAI's two parameters as one: how many tokens beside the chosen one; None: no logprobs."""
+    """OpenAI's two parameters as one: how many tokens beside the chosen one (-1: all); None: no
+    logprobs, or those that logprob_token_ids names. How many there may be is the engine's affair."""
     wanted, top = _boolean(fields, "logprobs"), fields.get("top_logprobs")
+    token_ids = fields.get("logprob_token_ids")
     if top is None:
         top = 0
-    if type(top) is not int or not 0 <= top <= _TOP_LOGPROBS_MAX:
-        raise _refusal("top_logprobs", top, f"0 to {_TOP_LOGPROBS_MAX}, or null")
+    if type(top) is not int or not -1 <= top < 2**31:
+        raise _refusal("top_logprobs", top, "-1 (all), at least 0, or null")
     if top and not wanted:
         raise _refusal("top_logprobs", top, "0 or null, unless logprobs is true")
-    return top if wanted else None
+    if token_ids and not wanted:
+        raise _refusal("logprob_token_ids", token_ids, "[] or null, unless logprobs is true")
+    if token_ids and top:
+        raise _refusal("top_logprobs", top, "0 or null beside logprob_token_ids")
+    return top if wanted and not token_ids else None
 
 
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
@@ -380,7 +396,7 @@ def _choice(one: CompletionOutput, request: ChatCompletionRequest) -> dict[str, 
     choice = {
         "index": one.index,
         "message": {"role": "assistant", "content": one.text},
-        "logprobs": choice_logprobs(one.logprobs, request.params.logprobs or 0),
+        "logprobs": choice_logprobs(one.logprobs, listed_logprobs(request.params)),
         "finish_reason": one.finish_reason,
         "stop_reason": one.stop_reason,
     }

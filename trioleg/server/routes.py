@@ -96,7 +96,9 @@ class Routes:
 
     async def _whole(self, chat: ChatCompletionRequest) -> Response:
         try:
-            output = await self._llm.generate(chat.messages, chat.params)
+            output = await self._llm.generate(
+                chat.messages, chat.params, priority=chat.priority, cache_salt=chat.cache_salt
+            )
         except RequestEnded as error:
             partial = None if error.partial is None else self._body(chat, error.partial)
             return error_response(error, partial)

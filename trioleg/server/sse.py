@@ -65,8 +65,7 @@ class _Choice:
 class ChatCompletionFramer:
     """The frames of one streamed chat completion, of ``n`` choices.
 
-    ``created``: seconds since the epoch. ``top_logprobs``: how many to list where an output has
-    logprobs. ``include_usage``: one more chunk at the end, which counts the prompt once and all
+    ``created``: seconds since the epoch. ``top_logprobs``: see ``choice_logprobs``. ``include_usage``: one more chunk at the end, which counts the prompt once and all
     choices' tokens; ``continuous_usage``: in every other chunk, the prompt and the tokens of *its*
     choice so far (vLLM's rule). ``return_token_ids``: the prompt's in the first chunk of all, the
     output's in each.
@@ -80,7 +79,7 @@ class ChatCompletionFramer:
         model: str,
         prompt_token_ids: Sequence[int],
         n: int = 1,
-        top_logprobs: int = 0,
+        top_logprobs: int | None = 0,
         include_usage: bool = False,
         continuous_usage: bool = False,
         return_token_ids: bool = False,

@@ -22,6 +22,7 @@ from ..outputs import Ending, EndingKind, RequestOutput
 from ..runtime.llm import LLM
 from ..runtime.request_stream import RequestStream
 from ..runtime.tracer import Tracer
+from .logprobs import listed_logprobs
 from .protocol import ChatCompletionRequest, error_of
 from .sse import DONE, KEEP_ALIVE, ChatCompletionFramer, error_event
 
@@ -57,14 +58,19 @@ async def serve_stream(
     end is told to the client: in order, or with an error event, and ``[DONE]``. A cancel (the client
     left) passes through and aborts the request.
     """
-    async with llm.open_stream(request.messages, request.params) as stream:
+    async with llm.open_stream(
+        request.messages,
+        request.params,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    ) as stream:
         framer = ChatCompletionFramer(
             stream.request_id,
             created=int(time.time()),
             model=model,
             prompt_token_ids=stream.prompt_token_ids,
             n=request.params.n,
-            top_logprobs=request.params.logprobs or 0,
+            top_logprobs=listed_logprobs(request.params),
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
             return_token_ids=request.return_token_ids,
