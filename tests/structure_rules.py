@@ -21,13 +21,19 @@ PLAIN = frozenset(
     {
         "messages",
         "outputs",
+        "param_checks",
         "prompts",
         "sampling_params",
+        "grammar_gate",
+        "grammar_trial",
+        "ll_tokenizer",
+        "structured_outputs",
         "tokenizer",
         "token_pieces",
         "chat_template",
         "model_store",
         "gguf_convert",
+        "model_files",
     }
 )
 _BELOW_RUNTIME = FOUNDATION | PLAIN | {"ipc", "output"}
@@ -37,7 +43,18 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     **dict.fromkeys(PLAIN, FOUNDATION | PLAIN),
     "ipc": FOUNDATION | PLAIN,
     "output": FOUNDATION | PLAIN,
-    "engine": FOUNDATION | {"messages", "sampling_params", "ipc"},
+    "engine": FOUNDATION
+    | {
+        "messages",
+        "param_checks",
+        "sampling_params",
+        "grammar_gate",
+        "ll_tokenizer",
+        "structured_outputs",
+        "tokenizer",
+        "model_files",
+        "ipc",
+    },
     "runtime": _BELOW_RUNTIME,
     "batch_files": FOUNDATION,
     "offline": FOUNDATION | PLAIN | {"engine", "output"},
@@ -67,7 +84,14 @@ PURE_FOLDERS = {
     "engine": frozenset({"engine.process", "engine.busy_loop", "engine.output_sender"}),
 }
 PURE_MODULES = frozenset(
-    {"ipc.codec", "offline", "server.logprobs", "server.sse", "server.protocol"}
+    {
+        "ipc.codec",
+        "offline",
+        "server.logprobs",
+        "server.protocol",
+        "server.sse",
+        "server.structured_outputs",
+    }
 )
 RUNTIMES = frozenset({"trio", "asyncio", "zmq", "quart", "quart_trio", "anyio"})
 

@@ -68,12 +68,13 @@ def test_wrong_usage_says_what_is_right(arguments: list[str], said: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["pull", "gpt-9"], "'gpt-9'; known are smollm2-135m"),
+        (["pull", "gpt-9"], "no model 'gpt-9'"),
         (["models", "--path", "nowhere"], "no model 'nowhere'"),
         (["serve", "nowhere"], "no model 'nowhere'"),
         (["engine", "nowhere", "--handshake", "tcp://127.0.0.1:1"], "no model 'nowhere'"),
         (["engine", "--script", "none.json", "--handshake", "tcp://127.0.0.1:1"], "none.json"),
-        (["serve", "--max-num-seqs", "0"], "max_num_seqs is 0; allowed: an integer of at least 1"),
+        (["serve", "--max-num-seqs", "0"], "max_num_seqs is 0; allowed: an integer from 1 to"),
+        (["engine", "m", "--handshake", "x", "--max-num-seqs", "9" * 23], "max_num_seqs is 9999"),
     ],
 )
 def test_an_error_of_ours_is_one_line(arguments: list[str], said: str) -> None:

@@ -173,7 +173,40 @@ def test_a_setting_that_the_model_does_not_allow_is_one_sentence(smollm2) -> Non
     with running(*TRIOLEG, "serve", "--port", "0", "--max-model-len", "99999") as server:
         assert server.wait() == 1
     assert "max_model_len is 99999; allowed: 2 to 8192" in server.stderr.splitlines()[-1]
+    assert server.stderr.count("max_model_len is 99999") == 1
     assert "Traceback" not in server.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("serve", "MODEL", "--port", "0"),
+        ("engine", "MODEL", "--handshake", "tcp://127.0.0.1:1"),
+        ("batch", "none.jsonl", "out.jsonl", "--model", "MODEL"),
+        ("trace", "Hi", "--model", "MODEL"),
+    ],
+)
+def test_a_model_that_our_engine_cannot_compute_is_told_before_torch_loads(
+    smollm2, tmp_path, command
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in smollm2.iterdir():
+        (model / file.name).symlink_to(file)
+    config = json.loads((smollm2 / "config.json").read_text())
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["GptForever"]}))
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    words = [str(model) if word == "MODEL" else word for word in command]
+    with running(*TRIOLEG, *words, env={"PYTHONPATH": path}) as program:
+        assert program.wait() == 1
+    (line,) = program.stderr.splitlines()
+    assert line.startswith(f"trioleg: {model / 'config.json'}: architectures is ['GptForever']; ")
+    assert line.endswith(
+        "vLLM's engine serves many others, behind the same front end: trioleg "
+        "serve MODEL --attach ADDRESS"
+    )
 
 
 def test_a_front_end_without_torch_says_what_its_engine_needs(smollm2, tmp_path) -> None:

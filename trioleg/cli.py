@@ -12,14 +12,22 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from . import model_store
-from .config import DETOKENIZERS, DTYPES, EngineConfig, LLMConfig, ServerConfig
+from .config import (
+    DETOKENIZERS,
+    DTYPES,
+    SCHEDULING_POLICIES,
+    EngineConfig,
+    LLMConfig,
+    ServerConfig,
+)
 from .errors import TriolegError
 
 if TYPE_CHECKING:
@@ -96,6 +104,37 @@ def _engine_options(command: _Command) -> _Command:
             show_default=True,
             help="Tokens of one step, chunks of prompts included.",
         ),
+        click.option(
+            "--max-logprobs",
+            type=int,
+            default=_ENGINE.max_logprobs,
+            show_default=True,
+            help="Most probable tokens that a request may ask for at each position; -1: no bound.",
+        ),
+        click.option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            default=_ENGINE.enable_prefix_caching,
+            show_default=True,
+            help="Keep what finished requests computed, for prompts that begin alike.",
+        ),
+        click.option(
+            "--scheduling-policy",
+            type=click.Choice(SCHEDULING_POLICIES),
+            default=_ENGINE.scheduling_policy,
+            show_default=True,
+            help="Who is served first; with priority, requests may name one, and the smallest wins.",
+        ),
+        click.option(
+            "--num-gpu-blocks-override",
+            type=int,
+            metavar="BLOCKS",
+            help="Size of the key/value cache, on any device; by default what memory allows.",
+        ),
+        click.option(
+            "--torch-profiler-dir",
+            type=click.Path(path_type=Path, file_okay=False),
+            help="Lets torch's profiler be turned on by name, and its traces go there.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -161,8 +200,8 @@ def serve(
     log_level: str,
     **engine: Any,
 ) -> None:
-    """Serve MODEL over HTTP, as OpenAI's API: a name that `trioleg models` lists (fetched if it is not
-    there yet) or a Hugging Face directory.
+    """Serve MODEL over HTTP, as OpenAI's API: a name that `trioleg models` lists, a Hugging Face
+    directory, a GGUF file, or OWNER/NAME on the hub; fetched or converted if it has not been yet.
 
     Prints one ready line and a curl line to try. SIGINT and SIGTERM end it in good order, with exit
     code 0.
@@ -187,7 +226,7 @@ def serve(
         served_model_name=served_model_name,
         sse_keep_alive_interval=sse_keep_alive,
     )
-    _pull_if_known(model)
+    _make_ready(model, weights=attach is None)
 
     _log_to_stderr(log_level)
 
@@ -225,14 +264,22 @@ def _leave_at_signals() -> Callable[[], None]:
     return hear
 
 
-def _log_to_stderr(level: str) -> None:
+def _log_to_stderr(
+    level: str, *, form: str = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+) -> None:
     """Our own lines from ``level`` on (each request's ending is one); of libraries only warnings."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format=form)
     logging.getLogger("trioleg").setLevel(level.upper())
+
+
+# What the front end must know of an engine that somebody else starts, to refuse what it would not take.
+_ALSO_OF_THE_FRONT_END = ("max_logprobs", "scheduling_policy")
 
 
 def _refuse_engine_options(context: click.Context, engine: dict[str, Any]) -> None:
     for name in engine:
+        if name in _ALSO_OF_THE_FRONT_END:
+            continue
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             option = f"--{name.replace('_', '-')}"
             raise click.UsageError(
@@ -264,6 +311,8 @@ def engine(model: str | None, handshake: str, script: Path | None, **settings: A
     if (model is None) == (script is None):
         raise click.UsageError("give either MODEL or --script")
     make_core = _scripted(script) if script else _torch(model or "", EngineConfig(**settings))
+    # Sentences alone: a front end that started us puts the time before them.
+    _log_to_stderr("info", form="%(message)s")
 
     import trio
 
@@ -284,8 +333,8 @@ def _scripted(script: Path) -> Callable[[], Core]:
 
 
 def _torch(model: str, config: EngineConfig) -> Callable[[], Core]:
-    """Only the path is looked up now: torch and the weights load once the front end knows of us."""
-    directory = model_store.resolve(model)
+    """Only the files are seen to now: torch and the weights load once the front end knows of us."""
+    directory = _make_ready(model)
 
     def load() -> Core:
         try:
@@ -306,7 +355,7 @@ def _torch(model: str, config: EngineConfig) -> Callable[[], Core]:
     "--model",
     default=model_store.DEFAULT_MODEL,
     show_default=True,
-    help="A name that `trioleg models` lists (fetched if it is not there yet) or a directory.",
+    help="As for serve: a name, a directory, a GGUF file, or OWNER/NAME on the hub.",
 )
 @click.option("--served-model-name", metavar="NAME", help="The model's name in the requests.")
 @_engine_options
@@ -334,37 +383,73 @@ def batch(model: str, out: Path, served_model_name: str | None, **settings: Any)
     try:
         from .batch import run
 
-        _pull_if_known(model)
         # Before OUT is made: a wrong name leaves nothing behind.
-        model_store.resolve(model)
+        _make_ready(model)
         run(model, questions, out, config, served_model_name)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
 
 
-@commands.command(short_help="Fetch a model into the cache folder.")
+@commands.command(short_help="Fetch or convert a model.")
 @click.argument("name")
 def pull(name: str) -> None:
-    """Fetch the model NAME into the cache folder, unless it is there.
+    """Fetch the model NAME, unless it is there: one that `trioleg models` lists, or OWNER/NAME (or
+    OWNER/NAME@REVISION) on the Hugging Face hub. Or convert NAME, a GGUF file of your own.
 
     \b
     Example:
       trioleg pull smollm2-135m
+      trioleg pull Qwen/Qwen3-0.6B
+      trioleg pull ./model.Q8_0.gguf
     """
-    directory = _pull(name)
+    try:
+        directory = _pull(name)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
     click.echo(f"{name} is in {directory}", err=True)
 
 
-def _pull_if_known(model: str) -> None:
-    if model in {known.name for known in model_store.known_models()}:
+def _make_ready(model: str, *, weights: bool = True) -> Path:
+    """The model's directory, pulled if it is missing. With ``weights``, which our engine is to compute, it
+    is one that it can: that takes no torch to see, and loading torch takes seconds."""
+    if model_store.is_missing(model, weights=weights):
         _pull(model)
+    directory = model_store.resolve(model, weights=weights)
+    if weights:
+        from .engine.model_config import read_model_config
+
+        read_model_config(directory)
+    return directory
 
 
 def _pull(name: str) -> Path:
     from .pull_bar import PullBar
 
-    with PullBar(name) as bar:
+    with _in_order_at_sigterm(), PullBar(name) as bar:
         return model_store.pull(name, progress=bar)
+
+
+@contextmanager
+def _in_order_at_sigterm() -> Iterator[None]:
+    """Within, SIGTERM leaves by an exception, so that a download's process and half-made folders go too.
+
+    A handler that is there already (``serve``'s, ``batch``'s) does as much, and stays.
+    """
+
+    def leave(number: int, _frame: object) -> None:
+        # Only once: a second signal must not end the cleaning up.
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(_TERMINATED)
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @commands.command(short_help="List the models with names.")
@@ -408,7 +493,7 @@ def _show_table(rows: list[tuple[str, str, str]]) -> None:
     "--model",
     default=model_store.DEFAULT_MODEL,
     show_default=True,
-    help="A name that `trioleg models` lists, or a Hugging Face directory.",
+    help="As for serve: a name, a directory, a GGUF file, or OWNER/NAME on the hub.",
 )
 @click.option(
     "--ids",
@@ -455,7 +540,7 @@ def trace(
         stop=stop,
         stream_interval=stream_interval,
     )
-    _pull_if_known(model)
+    _make_ready(model, weights=ids is None)
 
     import trio
     from rich.console import Console
