@@ -185,6 +185,21 @@ def test_a_lower_limit_of_the_system_holds(smollm2: Path) -> None:
         assert run.wait(60) == 0, run.said()
 
 
+def test_a_process_with_many_open_files_can_ask() -> None:
+    program = (
+        "import os, resource; "
+        "from trioleg.grammar_gate import GrammarGate; "
+        "from trioleg.structured_outputs import StructuredOutputsParams as S; "
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE); "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard)); "
+        "files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]; "
+        "gate = GrammarGate(); gate.check(S(choice=['a'])); "
+        "assert gate._child.stdout.fileno() > 1024; gate.close()"
+    )
+    with running(sys.executable, "-c", program) as run:
+        assert run.wait(60) == 0, run.said()
+
+
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_child_that_stands_still_or_is_killed_is_replaced(
     gate: GrammarGate, monkeypatch: pytest.MonkeyPatch, how: signal.Signals

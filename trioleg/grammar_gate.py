@@ -96,9 +96,11 @@ class GrammarGate:
         try:
             child.stdin.write(fields.encode() + b"\n")
             child.stdin.flush()
+            # Not select, which takes no descriptor above 1023: a server with as many streams has them.
+            poll = select.poll()
+            poll.register(child.stdout, select.POLLIN)
             # A line is written at once, so whoever sees its beginning has it whole.
-            ready, _, _ = select.select([child.stdout], [], [], _ANSWER_S)
-            answer = child.stdout.readline() if ready else b""
+            answer = child.stdout.readline() if poll.poll(1000 * _ANSWER_S) else b""
         except (OSError, ValueError):
             answer = b""
         if not answer:

@@ -114,11 +114,9 @@ def _reason(params: StructuredOutputsParams, tokenizer: Any) -> str:
     """Why llguidance cannot enforce it; "" if it can."""
     from llguidance import LLMatcher
 
-    grammar = params.to_grammar()
     if tokenizer is None:
-        said = LLMatcher.validate_grammar(grammar, limits=parser_limits())
-        return "" if said.startswith("WARNING") else str(said)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        return params.reason_against()
+    matcher = LLMatcher(tokenizer, params.to_grammar(), log_level=0, limits=parser_limits())
     # The lexer is built when the first mask is asked for.
     matcher.compute_bitmask()
     return str(matcher.get_error()) if matcher.is_error() else ""

@@ -168,14 +168,19 @@ class StructuredOutputsParams:
     def check(self) -> None:
         """Raises ``InvalidRequestError``, with llguidance's reason, if it cannot enforce this. In this process,
         and without bounds: for texts of one's own."""
-        from llguidance import LLMatcher
-
         try:
-            reason = LLMatcher.validate_grammar(self.to_grammar(), limits=parser_limits())
+            reason = self.reason_against()
         except ValueError as error:
             raise self.refusal(str(error)) from None
-        if reason and not reason.startswith("WARNING"):
+        if reason:
             raise self.refusal(reason)
+
+    def reason_against(self) -> str:
+        """llguidance's reason why it cannot enforce this; "" if it can. Raises as ``to_grammar``."""
+        from llguidance import LLMatcher
+
+        said = LLMatcher.validate_grammar(self.to_grammar(), limits=parser_limits())
+        return "" if said.startswith("WARNING") else str(said)
 
     def refusal(self, reason: str) -> InvalidRequestError:
         """What to raise for a constraint that llguidance refuses for ``reason``."""

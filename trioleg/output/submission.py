@@ -29,16 +29,6 @@ __all__ = [
 ]
 
 
-# Of what a model's author may recommend, what SamplingParams has a name for.
-_DEFAULTS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
 # vLLM's bound: an engine of its own may refuse more.
 _BAD_WORDS_MAX = 128
 
@@ -49,7 +39,8 @@ def default_sampling_params(tokenizer: Tokenizer, **asked: Any) -> SamplingParam
     Raises ``InvalidRequestError``.
     """
     recommended = tokenizer.generation_defaults
-    defaults = {name: recommended[name] for name in _DEFAULTS if name in recommended}
+    known = SamplingParams.__dataclass_fields__
+    defaults = {name: value for name, value in recommended.items() if name in known}
     return SamplingParams(**(defaults | asked))
 
 
