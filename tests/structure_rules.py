@@ -34,12 +34,13 @@ PLAIN = frozenset(
         "model_store",
         "gguf_convert",
         "model_files",
+        "timeouts",
     }
 )
 _BELOW_RUNTIME = FOUNDATION | PLAIN | {"ipc", "output"}
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
-    "config": frozenset({"errors"}),
+    "config": frozenset({"errors", "timeouts"}),
     **dict.fromkeys(PLAIN, FOUNDATION | PLAIN),
     "ipc": FOUNDATION | PLAIN,
     "output": FOUNDATION | PLAIN,
@@ -64,6 +65,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 ON_TOP = frozenset(
     {
         "batch",
+        "bench",
         "chat",
         "chat_server",
         "cli",
@@ -97,16 +99,23 @@ RUNTIMES = frozenset({"trio", "asyncio", "zmq", "quart", "quart_trio", "anyio"})
 
 # The only modules that own a nursery, each for one reason.
 NURSERY_OWNERS = {
+    "bench.churn": "the clients, beside who kills the engine",
+    "bench.deaths": "the readers of the streams that are to be told",
+    "bench.disconnects": "the busy streams beside which a client leaves",
+    "bench.played_engine": "the reader of an engine's input leg",
+    "bench.processes": "a wait for a program's line, or for its end",
+    "bench.scripted_server": "the program: signals beside the server",
     "engine.process": "the engine: requests in, outputs out, the busy loop's thread",
     "ipc.launch": "an engine's process: its output and its end",
     "ipc.transport": "watches over both sockets of a leg",
     "runtime.engine_link": "the reader and the watch of one engine, and its last words",
     "runtime.engines": "an engine that starts, beside the watch for one that fails to",
-    "runtime.llm": "the links of an LLM, for as long as its block runs",
+    "runtime.llm": "the engine's supervisor and the deadlines' timer",
+    "runtime.opening": "an LLM, for as long as its block runs",
+    "runtime.supervisor": "the link of an engine, beside the first question to it",
     "server.client_connection": "the requests of one connection",
     "server.connection": "the connections of a listener",
     "server.serve": "the listener beside the watch for the engine's death",
-    "testing.llm": "the link of an LLM on a scripted engine",
     "trace": "the server of one request",
     "serving": "the program: signals beside the server",
 }

@@ -146,7 +146,7 @@ def test_stop_strings_have_a_bound(stop: list[str]) -> None:
 
 
 def test_stop_strings_need_the_text() -> None:
-    """A19."""
+    """Without text there is nothing to find them in; ids of stop tokens need none (A19)."""
     with pytest.raises(InvalidRequestError, match="detokenize is False; allowed: true where stop"):
         SamplingParams(stop="x", detokenize=False)
     assert SamplingParams(stop_token_ids=[3], detokenize=False).detokenize is False

@@ -3,6 +3,7 @@
 The layering, which a test enforces (arrows are imports, and run one way):
 
     server → runtime → {ipc, output} → {messages, outputs, sampling_params, prompts} → {errors, config}
+    config → timeouts → errors
     engine → {messages, sampling_params, tokenizer, grammar_gate, model_files, ipc}
     {engine, runtime} → grammar_gate → structured_outputs
     sampling_params → {structured_outputs, param_checks}
@@ -10,8 +11,9 @@ The layering, which a test enforces (arrows are imports, and run one way):
     {model_store, gguf_convert, tokenizer} → model_files → errors
     offline → {engine, output};  batch_files → {errors, config}
 
-``testing`` and the programs (``cli``, ``serving``, ``batch``, ``chat``, ``chat_server``, ``pull_bar``, ``trace``,
-``trace_table``) may import anything; nothing imports ``cli``. The public names are resolved on first use, so that a process that wants one part (the engine, say) loads only that part.
+``testing`` and the programs (``cli``, ``serving``, ``batch``, ``bench``, ``chat``, ``chat_server``, ``pull_bar``,
+``trace``, ``trace_table``) may import anything; nothing imports ``cli``. The public names are resolved on first use,
+so that a process that wants one part (the engine, say) loads only that part.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
     from . import offline
     from .config import EngineConfig, LLMConfig, ServerConfig
     from .errors import (
+        DeadlineExceeded,
         EngineDeadError,
         EngineStartError,
+        EngineUnavailableError,
         InvalidRequestError,
         ModelStoreError,
         OutputError,
@@ -46,7 +50,9 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from .runtime.llm import LLM, open_llm
+    from .runtime.health import Health, LLMState
+    from .runtime.llm import LLM
+    from .runtime.opening import open_llm
     from .runtime.request_stream import RequestStream
     from .sampling_params import (
         PoolingParams,
@@ -58,13 +64,16 @@ if TYPE_CHECKING:
     from .server.app import create_app
     from .server.serve import serve
     from .structured_outputs import StructuredOutputsParams
+    from .timeouts import Timeouts
     from .tokenizer import Tokenizer
 
 _HOMES = {
     "config": ("EngineConfig", "LLMConfig", "ServerConfig"),
     "errors": (
+        "DeadlineExceeded",
         "EngineDeadError",
         "EngineStartError",
+        "EngineUnavailableError",
         "InvalidRequestError",
         "ModelStoreError",
         "OutputError",
@@ -86,7 +95,9 @@ _HOMES = {
         "RequestMetrics",
         "RequestOutput",
     ),
-    "runtime.llm": ("LLM", "open_llm"),
+    "runtime.health": ("Health", "LLMState"),
+    "runtime.llm": ("LLM",),
+    "runtime.opening": ("open_llm",),
     "runtime.request_stream": ("RequestStream",),
     "sampling_params": (
         "PoolingParams",
@@ -96,6 +107,7 @@ _HOMES = {
         "StopHoldBack",
     ),
     "server.app": ("create_app",),
+    "timeouts": ("Timeouts",),
     "tokenizer": ("Tokenizer",),
     "server.serve": ("serve",),
     "structured_outputs": ("StructuredOutputsParams",),
@@ -107,13 +119,17 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "DeadlineExceeded",
     "Ending",
     "EndingKind",
     "EngineConfig",
     "EngineDeadError",
     "EngineStartError",
+    "EngineUnavailableError",
+    "Health",
     "InvalidRequestError",
     "LLMConfig",
+    "LLMState",
     "Logprob",
     "ModelStoreError",
     "OutputError",
@@ -134,6 +150,7 @@ __all__ = [
     "ServerShutdown",
     "StopHoldBack",
     "StructuredOutputsParams",
+    "Timeouts",
     "Tokenizer",
     "TriolegError",
     "WireError",

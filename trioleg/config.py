@@ -1,17 +1,17 @@
 """Every setting, with its default and the reason for it.
 
-Rules of this file: frozen values, imports only ``errors``. Durations are seconds, sizes bytes.
+Rules of this file: frozen values, imports only ``errors`` and ``timeouts``. Durations are seconds, sizes bytes.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import InvalidRequestError
+from .timeouts import Timeouts, check_timeout, check_timeouts
 
 __all__ = [
     "DETOKENIZERS",
@@ -28,6 +28,8 @@ DETOKENIZERS = ("fast", "readable")
 
 # Counts of tokens, requests and blocks: int32, as torch and the wire have them.
 _LARGEST = 2**31 - 1
+
+_LAST_PORT = 65535
 
 # "auto" is the checkpoint's own dtype.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -102,9 +104,25 @@ class EngineConfig:
         return flags
 
 
+def _check_type(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise InvalidRequestError(
+            f"{name} is {value!r:.60}; allowed: {kind.__name__}", parameter=name
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_pause(name: str, value: Any) -> None:
+    """A duration that may be 0."""
+    if value != 0:
+        check_timeout(name, value, optional=False)
+
+
 def _check_integer(name: str, value: Any, minimum: int = 1, what: str = "an integer") -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or not minimum <= value <= _LARGEST:
+    if not _is_number(value) or not minimum <= value <= _LARGEST:
         allowed = f"{what} from {minimum} to {_LARGEST}"
         raise InvalidRequestError(f"{name} is {value!r:.60}; allowed: {allowed}", parameter=name)
 
@@ -134,10 +152,20 @@ class LLMConfig:
     # Unread output of one request, text and ids. 100,000 tokens are about 4 MB: a reader that far
     # behind is not coming back.
     mailbox_max_bytes: int = 16 * 2**20
-    # From launch to READY. vLLM's own bound for the same wait.
+    # Of requests that name none of their own.
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    # From launch to the first answer. vLLM's own bound for the same wait.
     start_timeout: float = 600.0
-    # A broken connection to the engine is death only after this long: reconnects take 20 to 100 ms.
+    # A broken connection to the engine is no more than that for so long: reconnects take 20 to 100 ms.
     unreachable_timeout: float = 1.0
+    # An engine that has work and has sent nothing for so long is asked whether it is there. A first
+    # request with logprobs has taken vLLM 14 s.
+    step_timeout: float = 60.0
+    # An engine that does not answer comes back (from a debugger, from swap), or is given up after this.
+    frozen_timeout: float = 15.0
+    # Whether an engine that died is followed by another one, and how often in a row that may fail.
+    restart_engine: bool = False
+    max_engine_restarts: int = 5
     # How long an engine that was asked to leave may take before it is killed.
     engine_stop_timeout: float = 5.0
 
@@ -148,6 +176,13 @@ class LLMConfig:
                 parameter="detokenizer",
             )
         _check_integer("stream_interval", self.stream_interval)
+        _check_type("engine", self.engine, EngineConfig)
+        _check_type("restart_engine", self.restart_engine, bool)
+        for name in ("output_chunk_size", "mailbox_max_bytes", "max_engine_restarts"):
+            _check_integer(name, getattr(self, name))
+        check_timeouts(self.timeouts)
+        for name in ("start", "unreachable", "step", "frozen", "engine_stop"):
+            check_timeout(f"{name}_timeout", getattr(self, f"{name}_timeout"), optional=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,9 +209,14 @@ class ServerConfig:
     sse_keep_alive_interval: float | None = None
 
     def __post_init__(self) -> None:
-        interval = self.sse_keep_alive_interval
-        if interval is not None and not 0 < interval < math.inf:
+        _check_type("host", self.host, str)
+        _check_integer("max_body_bytes", self.max_body_bytes)
+        if not _is_number(self.port) or not 0 <= self.port <= _LAST_PORT:
+            allowed = f"an integer from 0 to {_LAST_PORT}"
             raise InvalidRequestError(
-                f"sse_keep_alive_interval is {interval}; allowed: seconds above 0, or None",
-                parameter="sse_keep_alive_interval",
+                f"port is {self.port!r:.60}; allowed: {allowed}", parameter="port"
             )
+        check_timeout("sse_keep_alive_interval", self.sse_keep_alive_interval)
+        for name in ("keep_alive_timeout", "graceful_timeout", "write_timeout"):
+            _check_pause(name, getattr(self, name))
+        _check_pause("engine_death_linger", self.engine_death_linger)

@@ -13,8 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "DeadlineExceeded",
     "EngineDeadError",
     "EngineStartError",
+    "EngineUnavailableError",
     "InvalidRequestError",
     "ModelStoreError",
     "OutputError",
@@ -53,6 +55,15 @@ class EngineStartError(TriolegError):
     """An engine did not become ready. The message ends with the engine's own last words."""
 
 
+class EngineUnavailableError(TriolegError):
+    """No engine takes requests at the moment, but one may soon: it is loading, is being restarted, or does
+    not answer. Nothing was sent. ``retry_after``: when to ask again, in seconds; a guess."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class WireError(TriolegError):
     """A frame from the other side of the engine-core wire that means nothing to us."""
 
@@ -68,11 +79,19 @@ class RequestEnded(TriolegError):
 
 
 class EngineDeadError(RequestEnded):
-    """The engine that had the request (or that the whole ``open_llm`` rests on) is gone."""
+    """The engine that had the request (or that the whole ``open_llm`` rests on) is gone, or so far out of
+    reach that nobody can tell the difference."""
+
+
+class DeadlineExceeded(RequestEnded):
+    """The request's time is over: for its first token, or in all (``Timeouts``)."""
 
 
 class RequestAborted(RequestEnded):
-    """Somebody other than the reader aborted the request."""
+    """Somebody other than the reader aborted the request. ``engine``: the one that did it, by itself (it was
+    paused, say); None: somebody did, by the request's id."""
+
+    engine: int | None = None
 
 
 class RequestRefused(RequestEnded, InvalidRequestError):

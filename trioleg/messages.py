@@ -18,6 +18,7 @@ import msgspec
 
 __all__ = [
     "ENGINE_CORE_DEAD",
+    "ENGINE_SHUTTING_DOWN",
     "ArrayData",
     "EngineCoreEvent",
     "EngineCoreOutput",
@@ -42,6 +43,10 @@ __all__ = [
     "read_refusal",
     "refusal_reason",
 ]
+
+# Our engine's stop_reason for what it ends, with ABORT, because it is told to leave: nobody has aborted that
+# request. (vLLM's engine says nothing, and its head takes any string.)
+ENGINE_SHUTTING_DOWN = "the engine is shutting down"
 
 # A lone frame of these 16 bytes on an output leg: an engine's last word. It names no engine.
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"

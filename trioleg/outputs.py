@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .errors import (
+    DeadlineExceeded,
     EngineDeadError,
     InvalidRequestError,
     OutputError,
@@ -142,7 +143,8 @@ class EndingKind(enum.StrEnum):
     LENGTH = "length"
     REPETITION = "repetition"
     LEFT = "left"  # the reader left: a disconnect, a cancel, or leaving the block early
-    ABORTED = "aborted"  # by somebody else: the engine's own shutdown, or an operator
+    ABORTED = "aborted"  # by somebody else: an operator, by id, or the engine's own shutdown
+    DEADLINE = "deadline"
     ENGINE_DEAD = "engine_dead"
     OUTPUT_ERROR = "output_error"
     REFUSED = "refused"  # by the engine, since it cannot be served as it was asked for
@@ -152,6 +154,7 @@ class EndingKind(enum.StrEnum):
 
 _ERRORS: dict[EndingKind, type[RequestEnded]] = {
     EndingKind.ABORTED: RequestAborted,
+    EndingKind.DEADLINE: DeadlineExceeded,
     EndingKind.ENGINE_DEAD: EngineDeadError,
     EndingKind.OUTPUT_ERROR: OutputError,
     EndingKind.READER_TOO_SLOW: ReaderTooSlow,
@@ -184,4 +187,6 @@ class Ending:
         error = kind(self.cause or self.kind.value)
         if isinstance(error, RequestRefused):
             error.parameter = self.parameter
+        elif isinstance(error, RequestAborted):
+            error.engine = self.engine
         return error

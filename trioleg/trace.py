@@ -28,7 +28,8 @@ from .errors import TriolegError
 from .messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from .output.request_state import ChoiceState
 from .outputs import RequestOutput
-from .runtime.llm import LLM, open_llm
+from .runtime.llm import LLM
+from .runtime.opening import open_llm
 from .runtime.tracer import FindChoice
 from .runtime.unwrap import unwrapped
 from .sampling_params import RequestOutputKind, SamplingParams

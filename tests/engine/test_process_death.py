@@ -72,7 +72,7 @@ async def test_a_process_that_is_suddenly_gone(tmp_path, how, code) -> None:
     async with open_engine(script, tmp_path) as head:
         head.add("r", max_tokens=1_000)
         assert (await head.process.wait()).code == code
-        assert "without a connection" in await head.transport.wait_unreachable()
+        assert "connection is lost" in await head.transport.wait_lost()
 
 
 async def test_a_step_that_hangs_is_ended_by_the_guardian(tmp_path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from process_helpers import open_front_end, python, wait_gone
+from process_helpers import open_front_end, python, wait_gone, wait_until
+from programs import alive
 
 from trioleg.errors import EngineStartError
 from trioleg.ipc.launch import EngineExit, last_error, open_engine_process, private_ipc_dir
@@ -130,6 +131,58 @@ async def test_a_killed_engine_is_reported_and_its_folder_removed() -> None:
             assert (await engine.wait()).code == -9
             await wait_gone(engine.pid)
         assert not folder.exists()
+
+
+@pytest.mark.parametrize("numbers", [(9,), (9, 15), (9, 3), (15,)])
+async def test_a_death_is_told_from_an_end_that_was_asked_for(numbers: tuple[int, ...]) -> None:
+    """Others may end it, too; and our own wish may come when it is dead already, before that is seen."""
+    lines = Lines()
+    with trio.fail_after(GENEROUS_S):
+        async with open_engine_process(
+            python(POLITE), on_stderr_line=lines, stop_timeout=600.0
+        ) as engine:
+            await lines.next()
+            os.kill(engine.pid, signal.SIGSTOP)
+            os.kill(engine.engine_pid, numbers[0])
+            if numbers[0] == signal.SIGKILL:
+                # Dead before our wish comes: a zombie until the guardian looks.
+                await wait_until(lambda: not alive(engine.engine_pid))
+            if len(numbers) > 1:
+                os.kill(engine.pid, numbers[1])
+            os.kill(engine.pid, signal.SIGCONT)
+            ended = await engine.wait()
+        assert engine.death == ended
+
+
+async def test_an_end_that_was_asked_for_is_no_death() -> None:
+    lines = Lines()
+    with trio.fail_after(GENEROUS_S):
+        for code in (POLITE, STUBBORN):
+            async with open_engine_process(
+                python(code), on_stderr_line=lines, stop_timeout=0.2
+            ) as engine:
+                await lines.next()
+            assert (await engine.wait()).code in (7, -9)
+            assert engine.death is None
+
+
+async def test_one_that_is_stuck_is_killed_at_once_and_that_is_no_death() -> None:
+    lines = Lines()
+    with trio.fail_after(GENEROUS_S):
+        for at_once in (True, False):
+            async with (
+                open_engine_process(
+                    python(STUBBORN), on_stderr_line=lines, stop_timeout=600.0
+                ) as engine,
+                trio.open_nursery() as nursery,
+            ):
+                await lines.next()
+                if not at_once:
+                    nursery.start_soon(engine.stop)
+                    await trio.testing.wait_all_tasks_blocked()
+                engine.hurry()
+                assert (await engine.stop()).code == -9
+            assert engine.death is None
 
 
 async def test_if_the_guardian_is_killed_the_front_end_ends_the_group() -> None:

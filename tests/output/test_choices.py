@@ -146,7 +146,7 @@ def test_a_choice_has_the_seed_of_its_index() -> None:
 def test_the_first_at_once_then_every_n_tokens_and_the_last(
     server: int, request_: int | None, expected: list[int]
 ) -> None:
-    """B23; the server's interval is the least."""
+    """A request may ask for longer intervals than the server's, never for shorter ones (B23)."""
     processor, _, sink = add(SamplingParams(stream_interval=request_), stream_interval=server)
     for _ in range(6):
         processor.process([out("r", "a")])

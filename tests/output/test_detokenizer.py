@@ -265,7 +265,7 @@ def test_spaces_between_special_tokens(
 def test_runs_of_spaces_survive_one_token_a_step(
     smollm2_tokenizer: Tokenizer, kind: str, text: str
 ) -> None:
-    """A6."""
+    """Byte-level pieces: no space is lost, doubled or moved, as by tokenizers that clean up (A6)."""
     detokenizer = make(kind, smollm2_tokenizer, [1], SamplingParams())
     assert "".join(pieces(detokenizer, [[i] for i in smollm2_tokenizer.encode(text)])) == text
 
@@ -274,7 +274,7 @@ def test_runs_of_spaces_survive_one_token_a_step(
 def test_metaspaces_survive_one_token_a_step(
     byte_fallback: Tokenizer, kind: str, text: str
 ) -> None:
-    """A6."""
+    """Metaspace pieces, which a decoder strips at the beginning of each text that it sees (A6)."""
     tokens = [PIECES.index("▁" if one == " " else one) for one in text.replace(".", "c")]
     detokenizer = make(kind, byte_fallback, ids("<s>", "a"), SamplingParams())
     assert "".join(pieces(detokenizer, [[i] for i in tokens])) == text.replace(".", "c")

@@ -205,7 +205,7 @@ def test_a_held_back_token_brings_its_entry_at_once() -> None:
 
 
 def test_entries_end_with_the_token_that_completes_a_stop_string() -> None:
-    """A9."""
+    """The tokens that the engine made behind it have neither ids nor logprobs (A9)."""
     (output,) = run(SamplingParams(logprobs=0, stop=["bc"]), ["a", "b", "c", "a", "a"])
     assert output.outputs[0].token_ids == [A, B, C]
     assert entries_of([output]) == [(A, -1.0), (B, -2.0), (C, -3.0)]
@@ -213,7 +213,7 @@ def test_entries_end_with_the_token_that_completes_a_stop_string() -> None:
 
 
 def test_the_interval_merges_entries_and_loses_none() -> None:
-    """B23."""
+    """Seven tokens by three: each has its entry, in order (B23)."""
     params = SamplingParams(logprobs=0, stream_interval=3)
     outputs = run(params, *[["a"]] * 7)
     assert [len(one.outputs[0].token_ids) for one in outputs] == [1, 3, 3]

@@ -15,6 +15,7 @@ from trio.testing import MockClock
 from trioleg.config import EngineConfig, LLMConfig
 from trioleg.errors import (
     EngineDeadError,
+    EngineUnavailableError,
     InvalidRequestError,
     OutputError,
     ReaderTooSlow,
@@ -220,15 +221,17 @@ async def test_an_engine_out_of_reach_is_dead(autojump_clock: MockClock) -> None
         assert llm.cause_of_death is not None
 
 
-async def test_an_add_that_cannot_leave_is_an_error_of_its_request(
+async def test_an_add_that_cannot_leave_waits_for_the_connection(
     autojump_clock: MockClock,
 ) -> None:
     async with open_scripted(script(*CAFE)) as (llm, transport):
         transport.refuse_sends()
-        with pytest.raises(EngineDeadError, match="cannot be reached"):
-            await llm.generate(PROMPT, SamplingParams())
-        transport.refuse_sends(refuse=False)
-        assert (await llm.generate(PROMPT, SamplingParams())).outputs[0].text == "café"
+        async with llm.open_stream(PROMPT, SamplingParams()) as stream:
+            await trio.sleep(0.9)
+            assert added(transport) == []
+            transport.refuse_sends(refuse=False)
+            assert "".join(await texts(stream)) == "café"
+        assert aborted(transport) == []
 
 
 async def test_an_undecodable_message_ends_the_streams_that_may_have_lost_tokens(
@@ -318,18 +321,31 @@ async def test_a_large_step_is_processed_in_slices(autojump_clock: MockClock) ->
 
 async def test_utilities_answer_or_fail(autojump_clock: MockClock) -> None:
     async with open_scripted(script(*CAFE)) as (llm, _):
-        await llm.check_tasks()
-        link = llm.link
-        assert await link.call_utility("is_sleeping") is False
+        assert await llm.call_utility("is_sleeping") is False
         with pytest.raises(WireError, match="make_coffee"):
-            await link.call_utility("make_coffee")
+            await llm.call_utility("make_coffee")
 
 
 async def test_a_utility_call_does_not_outlive_the_engine(autojump_clock: MockClock) -> None:
+    hanging = script(*CAFE, faults=[{"after_steps": 0, "how": "hang"}])
+    async with open_scripted(hanging) as (llm, transport), trio.open_nursery() as nursery:
+
+        async def call() -> None:
+            with pytest.raises(EngineDeadError, match="gone"):
+                await llm.call_utility("is_sleeping")
+
+        async with llm.open_stream(PROMPT, SamplingParams()):
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(call)
+            await trio.testing.wait_all_tasks_blocked()
+            transport.make_unreachable("gone")
+
+
+async def test_a_utility_call_of_an_engine_out_of_contact(autojump_clock: MockClock) -> None:
     async with open_scripted(script(*CAFE)) as (llm, transport):
-        transport.make_unreachable("gone")
-        with pytest.raises(EngineDeadError, match="gone"):
-            await llm.link.call_utility("is_sleeping")
+        transport.freeze()
+        with pytest.raises(EngineUnavailableError, match="is_sleeping could not be asked"):
+            await llm.call_utility("is_sleeping")
 
 
 async def test_shut_down_ends_streams_and_refuses_new_ones(autojump_clock: MockClock) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import InvalidRequestError, WireError
 from ..ipc.codec import UtilityCall
 from ..messages import (
+    ENGINE_SHUTTING_DOWN,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -89,7 +90,7 @@ class BusyLoop:
                 if wait != 0:
                     self._sleep(wait)
             self._work_off_inbox()
-            self._core.finish_all()
+            self._core.finish_all(ENGINE_SHUTTING_DOWN)
             self._step()
         finally:
             self._core.close()

@@ -194,10 +194,10 @@ class EngineCore:
         requests = self.live_requests().values()
         self.abort_requests([r.request_id for r in requests if r.client_index == client_index])
 
-    def finish_all(self) -> None:
+    def finish_all(self, stop_reason: str | None = None) -> None:
         """Ends every request: the next step hands on one output each, finish_reason ABORT, no tokens."""
         for request in self.live_requests().values():
-            self._report(request, [], Stop(FinishReason.ABORT))
+            self._report(request, [], Stop(FinishReason.ABORT, stop_reason))
         self._compiler.remove(list(self._compiler.requests))
 
     def live_requests(self) -> dict[str, Request]:

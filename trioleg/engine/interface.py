@@ -32,7 +32,7 @@ class Core(Protocol):
         """Drops all requests of one client, which has stopped taking its outputs."""
         ...
 
-    def finish_all(self) -> None:
+    def finish_all(self, stop_reason: str | None = None) -> None:
         """Ends every request with ABORT and no tokens; the next ``step`` reports it."""
         ...
 

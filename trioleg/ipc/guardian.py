@@ -7,15 +7,15 @@ imports it, so that nothing of the front end or of the engine can break it.
 
 Its plan. The command runs in a process group of its own. Standard input is a pipe from the front end
 that nobody writes to: when it ends, the front end is gone, however it went. Then, and on SIGTERM or
-SIGINT, the group is asked to leave (SIGTERM), given a bounded time, and killed. When the command has
-ended, what is left of its group is killed, FOLDER is removed, and the guardian ends.
+SIGINT, the group is asked to leave (SIGTERM), given a bounded time, and killed; on SIGQUIT it is given none. When
+the command has ended, what is left of its group is killed, FOLDER is removed, and the guardian ends.
 
 It says on standard output, a line each: ``started PID`` (PID is the group's id too) and ``ended N``
-(N is the command's exit code, or minus the signal that ended it). The command does not run before
-the first line is out, so whoever reads it can end the group even if the guardian is killed. No second
-line means just that. The command's own output goes to standard error. Its environment has the
-process ids of guardian and front end as TRIOLEG_GUARDIAN_PIDS, with a comma. The guardian's exit code is the command's, as a shell
-gives it (128 + N for signal N).
+(N is the command's exit code, or minus the signal that ended it), or ``died N`` if it went before it was
+asked to, or by a signal that it did not have from here. The command does not run before the first line is
+out, so whoever reads it can end the group even if the guardian is killed. No second line means just that. The
+command's own output goes to standard error. Its environment has the process ids of guardian and front end as
+TRIOLEG_GUARDIAN_PIDS, with a comma. The guardian's exit code is the command's, as a shell gives it (128 + N for signal N).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ORPHAN_GRACE_S = 1.0
 # Killed processes that are slow to go (in a driver, say) keep the folder no longer than this.
 _GROUP_GONE_S = 5.0
 _COMMAND_NOT_FOUND = 127  # as a shell has it
-_RECEIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+_RECEIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD)
 
 
 class Guardian:
@@ -47,18 +47,31 @@ class Guardian:
         self._stop_timeout = stop_timeout
         self._signals = signals
         self._watched = [sys.stdin.fileno(), signals]
-        self._asked = False
+        self._sent: set[int] = set()
         self._kill_at = math.inf
+        self._status: int | None = None
 
     def run(self) -> int:
         """Returns how the command ended: its exit code, or minus the signal."""
-        while (ended := os.waitpid(self._pid, os.WNOHANG))[0] == 0:
+        while not self._has_ended():
             self._wait_for_news()
-            if time.monotonic() >= self._kill_at:
+            # What came was perhaps its end, which was not our doing then.
+            if time.monotonic() >= self._kill_at and not self._has_ended():
                 self._kill_at = math.inf
-                self._signal_group(signal.SIGKILL)
+                self._send(signal.SIGKILL)
         self._end_group()
-        return os.waitstatus_to_exitcode(ended[1])
+        assert self._status is not None
+        return os.waitstatus_to_exitcode(self._status)
+
+    def is_own_doing(self, code: int) -> bool:
+        """The command ended with ``code`` because it was asked or made to, by us."""
+        return bool(self._sent) and (code >= 0 or -code in self._sent)
+
+    def _has_ended(self) -> bool:
+        if self._status is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            self._status = status if pid else None
+        return self._status is not None
 
     def _wait_for_news(self) -> None:
         left = self._kill_at - time.monotonic()
@@ -70,14 +83,20 @@ class Guardian:
                 if not news:
                     self._watched.remove(descriptor)
                     self._ask(ORPHAN_GRACE_S)
+            elif signal.SIGQUIT in news:
+                self._ask(0.0)
             elif signal.SIGTERM in news or signal.SIGINT in news:
                 self._ask(self._stop_timeout)
 
     def _ask(self, grace: float) -> None:
         self._kill_at = min(self._kill_at, time.monotonic() + grace)
-        if not self._asked:
-            self._asked = True
-            self._signal_group(signal.SIGTERM)
+        # Its end and the wish that it may end can come at once, and then the end was first.
+        if not self._sent and not self._has_ended():
+            self._send(signal.SIGTERM)
+
+    def _send(self, signum: int) -> None:
+        self._sent.add(signum)
+        self._signal_group(signum)
 
     def _signal_group(self, signum: int) -> bool:
         """False if nobody is left to get the signal."""
@@ -160,10 +179,11 @@ def main() -> int:
     pid, release = start(options.command)
     report(f"started {pid}")
     os.write(release, b"\n")
-    code = Guardian(pid, options.stop_timeout, signals).run()
+    guardian = Guardian(pid, options.stop_timeout, signals)
+    code = guardian.run()
     if options.remove:
         shutil.rmtree(options.remove, ignore_errors=True)
-    report(f"ended {code}")
+    report(f"{'ended' if guardian.is_own_doing(code) else 'died'} {code}")
     return code if code >= 0 else 128 - code
 
 

@@ -33,7 +33,7 @@ from ..messages import (
     engine_identity,
 )
 from .codec import decode_as, encode
-from .sockets import Context, PeerMonitor, ZmqSocket, close_sockets, make_socket
+from .sockets import Context, PeerMonitor, ZmqSocket, close_sockets, make_context, make_socket
 from .transport import ZmqTransport, bind, remove_socket_file
 
 __all__ = ["AcceptedEngine", "EngineListener", "EngineSockets", "join_head", "listen_for_engine"]
@@ -67,10 +67,9 @@ class AcceptedEngine:
 class EngineListener:
     """The head's side: a bound handshake address, and ``accept``. Made by ``listen_for_engine``."""
 
-    def __init__(self, socket: ZmqSocket, address: str, unreachable_timeout: float) -> None:
+    def __init__(self, socket: ZmqSocket, address: str) -> None:
         self.address = address
         self._socket = socket
-        self._unreachable_timeout = unreachable_timeout
         self._accepted = 0
 
     async def accept(self) -> AcceptedEngine:
@@ -117,11 +116,7 @@ class EngineListener:
                 )
 
     def _open_legs(self, identity: bytes) -> ZmqTransport:
-        return ZmqTransport(
-            *self._leg_addresses(),
-            identity=identity,
-            unreachable_timeout=self._unreachable_timeout,
-        )
+        return ZmqTransport(*self._leg_addresses(), identity=identity)
 
     def _leg_addresses(self) -> tuple[str, str]:
         scheme, _, rest = self.address.partition("://")
@@ -162,9 +157,7 @@ async def _receive_ready(transport: ZmqTransport) -> EngineReadyResponse:
 
 
 @asynccontextmanager
-async def listen_for_engine(
-    handshake_address: str, *, unreachable_timeout: float = 1.0
-) -> AsyncIterator[EngineListener]:
+async def listen_for_engine(handshake_address: str) -> AsyncIterator[EngineListener]:
     """Binds ``handshake_address`` for the length of the block; the bound one is ``.address``.
 
     ``ipc://PATH``, or ``tcp://IP:PORT`` with an IP that engines can reach (port 0 takes a free one);
@@ -172,15 +165,18 @@ async def listen_for_engine(
     ``EngineStartError`` for an address that cannot be bound, or that says nothing to an engine.
     """
     _check_address(handshake_address)
-    context: Context = zmq.Context()
-    raw = make_socket(context, zmq.ROUTER)
-    raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    socket = ZmqSocket(raw)
+    try:
+        context = make_context()
+        raw = make_socket(context, zmq.ROUTER)
+        raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket = ZmqSocket(raw)
+    except (OSError, zmq.ZMQError) as error:
+        raise EngineStartError(f"cannot open a socket for engines to join at: {error}") from error
     async with AsyncExitStack() as stack:
         stack.push_async_callback(close_sockets, context, [socket], linger=_HEAD_LINGER_S)
         address = bind(raw, handshake_address)
         stack.callback(remove_socket_file, address)
-        yield EngineListener(socket, address, unreachable_timeout)
+        yield EngineListener(socket, address)
 
 
 def _check_address(address: str) -> None:

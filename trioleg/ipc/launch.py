@@ -98,6 +98,10 @@ class EngineProcess:
         self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._engine_pid: int | None = None
         self._code: int | None = None
+        self._died = False
+        # It answers nothing, so there is no use in asking it to leave.
+        self.is_stuck = False
+        self._is_stopping = False
         self._started = trio.Event()
         self._ended = trio.Event()
 
@@ -118,6 +122,15 @@ class EngineProcess:
         """``last_error`` of what came on stderr so far; complete once ``wait`` has returned."""
         return last_error(list(self._lines))
 
+    @property
+    def death(self) -> EngineExit | None:
+        """How the engine ended, if that was not what its guardian asked or made it do."""
+        return EngineExit(self._code) if self._died else None
+
+    def forget_output(self) -> None:
+        """What it said so far (of its loading, say) has nothing to do with how it will end."""
+        self._lines.clear()
+
     async def wait(self) -> EngineExit:
         """Returns when the engine, its group and its guardian are gone and its stderr is read.
 
@@ -126,13 +139,21 @@ class EngineProcess:
         await self._ended.wait()
         return EngineExit(self._code)
 
+    def hurry(self) -> None:
+        """From now on it is not asked but killed; at once if it is being asked already. Synchronous."""
+        self.is_stuck = True
+        if self._is_stopping:
+            self._guardian.send_signal(signal.SIGQUIT)
+
     async def stop(self) -> EngineExit:
-        """Asks the engine to leave (SIGTERM, through the guardian), waits, kills its group.
+        """Asks the engine to leave (SIGTERM, through the guardian), waits, kills its group; if it ``is_stuck``,
+        kills it at once.
 
         Bounded by ``stop_timeout`` and about two seconds. May be called twice. A cancelled call
         has asked, and has not waited.
         """
-        self._guardian.terminate()
+        self._is_stopping = True
+        self._guardian.send_signal(signal.SIGQUIT if self.is_stuck else signal.SIGTERM)
         with trio.move_on_after(self._stop_timeout + _GUARDIAN_MARGIN_S):
             return await self.wait()
         # The guardian itself is stuck (stopped, say). SIGKILL reaches stopped processes too.
@@ -172,8 +193,9 @@ class EngineProcess:
         if word == "started":
             self._engine_pid = int(number)
             self._started.set()
-        elif word == "ended":
+        elif word in ("ended", "died"):
             self._code = int(number)
+            self._died = word == "died"
 
     async def _read_stderr(self) -> None:
         assert self._guardian.stderr is not None
@@ -244,9 +266,11 @@ async def open_engine_process(
         except Exception as error:  # noqa: BLE001 (raised again, outside of the nursery's group)
             failure = error
         finally:
-            with trio.move_on_after(stop_timeout + 2 * _GUARDIAN_MARGIN_S, shield=True):
-                await engine.stop()
-            supervision.cancel()
+            try:
+                with trio.move_on_after(stop_timeout + 2 * _GUARDIAN_MARGIN_S, shield=True):
+                    await engine.stop()
+            finally:
+                supervision.cancel()
     if failure is not None:
         raise failure
 

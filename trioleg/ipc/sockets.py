@@ -12,6 +12,7 @@ and 2173 are what happens otherwise).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,13 +20,36 @@ import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-__all__ = ["Context", "PeerMonitor", "Socket", "ZmqSocket", "close_sockets", "make_socket"]
+__all__ = [
+    "Context",
+    "PeerMonitor",
+    "Socket",
+    "ZmqSocket",
+    "close_sockets",
+    "make_context",
+    "make_socket",
+]
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
+# Two sockets with their monitors, a connection each, and the context's own: 14 were seen.
+_DESCRIPTORS = 24
 # Added to the linger as the bound on term: it has only to notice that the linger is over.
 _TERM_MARGIN_S = 1.0
+
+
+def make_context() -> Context:
+    """A context of ZeroMQ's. Raises ``OSError`` if there are not the descriptors that it and a few sockets take:
+    ZeroMQ itself ends the whole process when it finds none."""
+    reserved: list[int] = []
+    try:
+        for _ in range(_DESCRIPTORS):
+            reserved.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in reserved:
+            os.close(descriptor)
+    return zmq.Context()
 
 
 def make_socket(context: Context, kind: int, *, identity: bytes | None = None) -> Socket:
@@ -117,20 +141,38 @@ class PeerMonitor:
     def __init__(self, socket: ZmqSocket, *, bound: bool) -> None:
         self._socket = socket
         self._bound = bound
-        up = zmq.EVENT_ACCEPTED if bound else zmq.EVENT_HANDSHAKE_SUCCEEDED
-        monitor = socket.raw.get_monitor_socket(up | zmq.EVENT_DISCONNECTED)
+        wanted = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        if bound:
+            wanted |= zmq.EVENT_ACCEPTED
+        monitor = socket.raw.get_monitor_socket(wanted)
         self._events = ZmqSocket(monitor)
         self._connections: set[int] = set()
         self._had_any = False
+        self._awaits_peer = True
+        # Since the start: there was a connection, and then none; or a peer came while there was one, as one does
+        # whose old connection has broken without our knowing.
+        self.num_breaks = 0
 
     async def wait_for_change(self) -> None:
         """Returns after the next connection that came or went. Cancel-safe."""
         self._note(await self._events.recv_multipart())
 
+    async def wait_break(self, seen: int) -> None:
+        """Returns when it is deserted, or there are more breaks than ``seen``. Cancel-safe."""
+        await trio.lowlevel.checkpoint()
+        while not self.is_deserted() and self.num_breaks <= seen:
+            await self.wait_for_change()
+
     async def wait_deserted(self) -> None:
         """Returns when ``is_deserted``. Cancel-safe."""
         await trio.lowlevel.checkpoint()
         while not self.is_deserted():
+            await self.wait_for_change()
+
+    async def wait_connected(self) -> None:
+        """Returns when not ``is_deserted``. Cancel-safe."""
+        await trio.lowlevel.checkpoint()
+        while self.is_deserted():
             await self.wait_for_change()
 
     def is_deserted(self) -> bool:
@@ -149,7 +191,14 @@ class PeerMonitor:
         descriptor = event["value"] if self._bound else 0
         if event["event"] == zmq.EVENT_DISCONNECTED:
             self._connections.discard(descriptor)
-        else:
+            if self._had_any and not self._connections:
+                self.num_breaks += not self._awaits_peer
+                self._awaits_peer = True
+            return
+        if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.num_breaks += not self._awaits_peer
+            self._awaits_peer = False
+        if not self._bound or event["event"] == zmq.EVENT_ACCEPTED:
             self._connections.add(descriptor)
             self._had_any = True
 

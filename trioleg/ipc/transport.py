@@ -11,10 +11,11 @@ last messages are delivered, and one engine's end must not wait for another's.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,16 +24,37 @@ import zmq
 
 from ..errors import EngineStartError
 from ..messages import EngineCoreRequestType
-from .sockets import Context, PeerMonitor, Socket, ZmqSocket, close_sockets, make_socket
+from .codec import encode_abort
+from .sockets import (
+    Context,
+    PeerMonitor,
+    Socket,
+    ZmqSocket,
+    close_sockets,
+    make_context,
+    make_socket,
+)
 
-__all__ = ["Transport", "ZmqTransport", "ZmqTransportStatistics", "bind", "remove_socket_file"]
+__all__ = [
+    "Transport",
+    "ZmqTransport",
+    "ZmqTransportStatistics",
+    "bind",
+    "is_local",
+    "remove_socket_file",
+]
 
 logger = logging.getLogger(__name__)
 
-# ZeroMQ asks the peer's I/O thread (which answers without the interpreter) once a second, and takes
-# it for gone after five unanswered: long enough for a machine under swap, short of a person's patience.
-_HEARTBEAT_INTERVAL_MS = 1000
-_HEARTBEAT_TIMEOUT_MS = 5000
+# ZeroMQ asks the peer's I/O thread (which answers without the interpreter), and gives the connection up
+# when it does not answer: a stopped process is noticed within 0.75 s. Only on the input leg. What a given-up
+# connection was carrying is lost, and on the way in that can be made good (the link sends it anew); tokens
+# on their way out could not, and whoever is too slow may be us: we were stopped, and wake up to timers that
+# have long run out.
+_HEARTBEAT_INTERVAL_MS = 150
+_HEARTBEAT_TIMEOUT_MS = 600
+# A connection that is there again has a route as soon as ZeroMQ has seen the peer's identity.
+_ROUTE_POLL_S = 0.02
 # ABORTs to a living engine leave in microseconds; this bounds what a frozen one can cost.
 _LINGER_S = 1.0
 # Not death by themselves: a peer that is reconnecting, a full pipe, a transport that is closed.
@@ -50,8 +72,28 @@ class Transport(Protocol):
         """Sends at once; False if the message could not leave, which is recorded and not raised."""
         ...
 
-    async def wait_unreachable(self) -> str:
-        """Returns, with a sentence, once the engine has been out of reach for too long."""
+    async def wait_lost(self) -> str:
+        """Returns, with a clause that says why, once the engine is out of contact: a leg has lost its
+        connection, or a message could not leave. Not death by itself. Cancel-safe."""
+        ...
+
+    async def wait_back(self) -> None:
+        """Returns once both legs are connected and a message can leave. Cancel-safe."""
+        ...
+
+    @property
+    def is_local(self) -> bool:
+        """The engine is on this machine, where a connection does not break by itself."""
+        ...
+
+    @property
+    def is_output_lost(self) -> bool:
+        """The output leg has lost its connection. Only a peer that closes does that: it has no heartbeats."""
+        ...
+
+    @property
+    def output_breaks(self) -> int:
+        """How often that has happened: outputs may have been lost each time."""
         ...
 
     async def aclose(self) -> None:
@@ -85,11 +127,29 @@ def bind(socket: Socket, address: str) -> str:
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
 
+def is_local(address: str) -> bool:
+    """Only this machine can reach it: a path, or a loopback address."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc":
+        return bool(rest)
+    try:
+        return ipaddress.ip_address(rest.rpartition(":")[0].strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def remove_socket_file(address: str) -> None:
     """Removes what ``bind`` left in the file system, which ZeroMQ does not."""
     scheme, _, path = address.partition("://")
     if scheme == "ipc":
         Path(path).unlink(missing_ok=True)
+
+
+def _make_context() -> Context:
+    try:
+        return make_context()
+    except OSError as error:
+        raise EngineStartError(f"cannot open sockets for an engine: {error}") from error
 
 
 class _Leg:
@@ -98,9 +158,9 @@ class _Leg:
     def __init__(self, context: Context, kind: int, name: str) -> None:
         self.name = name
         raw = make_socket(context, kind)
-        raw.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
-        raw.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         if kind == zmq.ROUTER:
+            raw.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
+            raw.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
             # MANDATORY: an identity that is gone is an error, not silence. HANDOVER: an engine that
             # connects anew under its old identity is the engine.
             raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -110,19 +170,6 @@ class _Leg:
 
     def bind(self, address: str) -> str:
         return bind(self.socket.raw, address)
-
-    async def wait_gone(self, patience: float) -> None:
-        """Returns when the leg had a connection and then none for ``patience`` seconds."""
-        deadline = math.inf
-        while True:
-            with trio.move_on_at(deadline) as waited:
-                await self.peers.wait_for_change()
-            if waited.cancelled_caught:
-                return
-            if not self.peers.is_deserted():
-                deadline = math.inf
-            elif deadline == math.inf:
-                deadline = trio.current_time() + patience
 
 
 class ZmqTransport:
@@ -139,22 +186,24 @@ class ZmqTransport:
         output_address: str,
         *,
         identity: bytes,
-        unreachable_timeout: float,
     ) -> None:
         self.identity = identity
-        self._unreachable_timeout = unreachable_timeout
-        self._context: Context = zmq.Context()
-        self._input = _Leg(self._context, zmq.ROUTER, "input")
-        self._output = _Leg(self._context, zmq.PULL, "output")
+        self._context: Context = _make_context()
+        self._seen_breaks = {"input": 0, "output": 0}
         self._sent = self._unsent = self._received = 0
         self._last_send_error: str | None = None
+        self._send_failed = trio.Event()
         try:
+            self._input = _Leg(self._context, zmq.ROUTER, "input")
+            self._output = _Leg(self._context, zmq.PULL, "output")
             self.input_address = self._input.bind(input_address)
             self.output_address = self._output.bind(output_address)
-        except EngineStartError:
+        except (EngineStartError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
             remove_socket_file(input_address)
-            raise
+            if isinstance(error, EngineStartError):
+                raise
+            raise EngineStartError(f"cannot open sockets for an engine: {error}") from error
 
     async def receive_ready(self) -> bytes:
         """The engine's ready response, its one message on the input leg. A handshake's business."""
@@ -179,29 +228,56 @@ class ZmqTransport:
                 raise
             self._unsent += 1
             self._last_send_error = str(error)
+            self._send_failed.set()
             return False
         self._sent += 1
         return True
 
-    async def wait_unreachable(self) -> str:
-        """As ``Transport.wait_unreachable``; call it once, from one task, from the start.
+    async def wait_lost(self) -> str:
+        """As ``Transport.wait_lost``; for one task, the one that calls ``wait_back``."""
+        causes: list[str] = []
 
-        Gone is: a leg that was connected has had no connection for longer than
-        ``unreachable_timeout``. A peer that is frozen loses its connection by missed heartbeats.
-        """
-        gone: list[str] = []
+        async def until(happens: Callable[[], Awaitable[None]], cause: str) -> None:
+            await happens()
+            causes.append(cause)
+            nursery.cancel_scope.cancel(reason=cause)
+
         async with trio.open_nursery() as nursery:
             for leg in (self._input, self._output):
-                nursery.start_soon(self._watch, leg, gone, nursery.cancel_scope)
-        return (
-            f"its {gone[0]} leg has been without a connection for {self._unreachable_timeout:g} s "
-            "(the process is gone or frozen, or the network between is)"
-        )
+                lost = f"its {leg.name} connection is lost"
+                broken = partial(leg.peers.wait_break, self._seen_breaks[leg.name])
+                nursery.start_soon(until, broken, lost)
+            nursery.start_soon(until, self._send_failed.wait, "a message to it could not leave")
+        return causes[0]
 
-    async def _watch(self, leg: _Leg, gone: list[str], watching: trio.CancelScope) -> None:
-        await leg.wait_gone(self._unreachable_timeout)
-        gone.append(leg.name)
-        watching.cancel()
+    async def wait_back(self) -> None:
+        """As ``Transport.wait_back``."""
+        await trio.lowlevel.checkpoint()
+        while True:
+            for leg in (self._input, self._output):
+                await leg.peers.wait_connected()
+            # An ABORT of nothing asks whether there is a route. The engine takes no notice.
+            if not self.is_output_lost and self.send(EngineCoreRequestType.ABORT, encode_abort([])):
+                self._send_failed = trio.Event()
+                for leg in (self._input, self._output):
+                    self._seen_breaks[leg.name] = leg.peers.num_breaks
+                return
+            await trio.sleep(_ROUTE_POLL_S)
+
+    @property
+    def is_local(self) -> bool:
+        """As ``Transport.is_local``."""
+        return is_local(self.output_address)
+
+    @property
+    def is_output_lost(self) -> bool:
+        """As ``Transport.is_output_lost``."""
+        return self._output.peers.is_deserted()
+
+    @property
+    def output_breaks(self) -> int:
+        """As ``Transport.output_breaks``."""
+        return self._output.peers.num_breaks
 
     def statistics(self) -> ZmqTransportStatistics:
         """Counts of messages so far."""

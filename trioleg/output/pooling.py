@@ -39,6 +39,8 @@ class PoolingState:
         self.has_failed = False
         self.request = self
         self.choices = (self,)
+        # Never any: the first token that is waited for is the end.
+        self.num_output_tokens = 0
 
     def make_request_output(
         self, output: EngineCoreOutput, frames: Frames, now: float

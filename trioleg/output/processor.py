@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..errors import OutputError
-from ..messages import EngineCoreOutput, FinishReason, read_refusal
+from ..messages import ENGINE_SHUTTING_DOWN, EngineCoreOutput, FinishReason, read_refusal
 from ..outputs import Ending, EndingKind, PoolingRequestOutput, RequestMetrics, RequestOutput
 from ..sampling_params import SamplingParams
 from .arrays import Frames
@@ -169,7 +169,7 @@ class OutputProcessor:
         _note_times(choice, output, step)
         stop = choice.update(output, step.frames)
         if finish is FinishReason.ABORT:
-            return _ENGINE_ABORT
+            return _engine_abort(output.stop_reason)
         if finish is not None or stop is not None:
             return self._finish_one(choice, output, stop, step)
         completion = choice.make_output()
@@ -212,17 +212,22 @@ class OutputProcessor:
         if output.finish_reason is FinishReason.ERROR:
             return _engine_error(output.stop_reason)
         if output.finish_reason is FinishReason.ABORT:
-            return _ENGINE_ABORT
+            return _engine_abort(output.stop_reason)
         _hand_on(state, state.make_request_output(output, step.frames, step.now), step)
         del self._requests[state.request_id]
         return Ending(_FINISHED[output.finish_reason])
 
 
-_ENGINE_ABORT = Ending(EndingKind.ABORTED, "the engine aborted the request")
 _READER_TOO_SLOW = Ending(
     EndingKind.READER_TOO_SLOW,
     "the reader has fallen too far behind: its unread output has reached the bound",
 )
+
+
+def _engine_abort(reason: int | str | None) -> Ending:
+    if reason == ENGINE_SHUTTING_DOWN:
+        return Ending(EndingKind.ENGINE_DEAD, ENGINE_SHUTTING_DOWN)
+    return Ending(EndingKind.ABORTED, "the engine aborted the request")
 
 
 def _engine_error(reason: int | str | None, params: SamplingParams | None = None) -> Ending:

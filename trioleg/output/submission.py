@@ -118,10 +118,16 @@ def make_pooling_submission(
     prompt_token_ids: Sequence[int],
     params: PoolingParams,
     *,
+    max_model_len: int | None = None,
     sink: OutputSink | None = None,
     arrival: float | None = None,
 ) -> Submission:
-    """A request to a pooling model."""
+    """A request to a pooling model. Raises ``InvalidRequestError`` if the prompt is longer than ``max_model_len``."""
+    if max_model_len is not None and len(prompt_token_ids) > max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt_token_ids)} tokens; allowed: at most {max_model_len}",
+            parameter="prompt",
+        )
     state = PoolingState(request_id, prompt_token_ids, sink, arrival=arrival)
     request = _engine_request(
         request_id, state.prompt_token_ids, pooling_params=params.for_engine()

@@ -1,17 +1,19 @@
 """``EngineLink``: everything between the front end and one engine.
 
-Three tasks in one nursery: one reads the engine's outputs and hands them to the mailboxes, one watches
-the engine's process and one the sockets to it. Whichever finds the engine gone ends all three. Then the link reads what
-had already been sent, marks the engine dead, ends its streams with the cause, and returns. It does
-not raise: that would cancel the server before it could tell anybody.
+Its tasks are in one nursery: one reads the engine's outputs and hands them to the mailboxes, the others watch
+the engine's process, the connections to it, and its steps (``contact.py``). Whichever finds the engine gone
+ends all. Then the link reads what had already been sent, marks the engine dead, ends its streams with the
+cause, and returns. It does not raise: that would cancel the server before it could tell anybody.
 
 Sends are synchronous: a request is registered and its ADD sent without a point in between where a
-cancel could strike, and an ABORT can leave from any task, a dying one too.
+cancel could strike, and an ABORT can leave from any task, a dying one too. What cannot leave while the engine
+is out of contact is kept, and leaves when it is back.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,63 +22,56 @@ from typing import Any
 
 import trio
 
-from ..errors import EngineDeadError, WireError
-from ..ipc.codec import (
-    decode_outputs,
-    encode_abort,
-    encode_request,
-    encode_utility,
-    is_engine_dead,
-)
+from ..config import LLMConfig
+from ..errors import EngineDeadError, EngineUnavailableError, WireError
+from ..ipc.codec import decode_outputs, is_engine_dead
 from ..ipc.transport import Transport
 from ..messages import (
     EngineCoreOutputs,
-    EngineCoreRequestType,
     EngineReadyResponse,
     SchedulerStats,
     UtilityOutput,
 )
 from ..output.processor import OutputProcessor, ProcessedOutputs, ProcessorStatistics
 from ..output.stats import IterationStats
-from ..output.submission import Submission
 from ..outputs import Ending, EndingKind
+from .contact import Contact, ContactEvents
+from .endings import one_line
+from .engine_watch import EngineWatch
+from .observers import Observers
+from .outbox import DOUBT_S, Outbox
 from .request_stream import RequestStream
-from .stats_logger import StatsLogger
-from .tracer import Tracer
+from .utilities import EngineUtilities
 
-__all__ = ["EngineLink", "EngineLinkStatistics", "EngineWatch"]
+__all__ = ["EngineLink", "EngineLinkStatistics"]
 
 _log = logging.getLogger("trioleg.engine_link")
 
-# How long a dead engine's last messages, exit status and error line may take to arrive.
+# How long a dead engine's last messages, exit status and error line may take to arrive, all in all; and how long
+# nothing has to come for there to be no more.
 _LAST_WORDS = 0.2
+_NOTHING_MORE = 0.05
+
+# When to ask again for an engine that does not answer.
+_RETRY_AFTER_S = 1.0
+
+# The question to an engine that is silent, which every kind of engine answers.
+_QUESTION = "get_supported_tasks"
 
 # Ids of another front end that have had their ABORT. Forgetting them costs one more ABORT each.
 _MAX_STRANGERS = 10_000
 
 
-class EngineWatch:
-    """What a link can learn of an engine's process; this one knows nothing (someone else's engine)."""
-
-    async def wait(self) -> str:
-        """Returns how the process ended, as a clause ("it exited with status 1")."""
-        await trio.sleep_forever()
-        raise AssertionError("unreachable")
-
-    @property
-    def last_error(self) -> str:
-        """The process's own last error line, or ""."""
-        return ""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineLinkStatistics:
     """``scheduler`` is the engine's last word about itself; ``messages``: received so far;
-    ``stale_outputs``: for requests that had just ended; ``failed_sends``: could not leave.
+    ``stale_outputs``: for requests that had just ended; ``failed_sends``: could not leave at once;
+    ``lost``: why the engine is out of contact, None if it is not.
     ``prefix_cache_queries``: tokens looked for in the engine's prefix cache, ``_hits``: found there."""
 
     engine: int
     dead: str | None
+    lost: str | None
     num_gpu_blocks: int
     scheduler: SchedulerStats
     processor: ProcessorStatistics
@@ -94,7 +89,7 @@ class EngineLinkStatistics:
         return round((1 - usage) * self.num_gpu_blocks)
 
 
-class EngineLink:
+class EngineLink(EngineUtilities):
     """One engine's link. ``run`` is its task; everything else is synchronous but the utility calls.
 
     ``own_prefix`` begins every request id of this front end: an output with another one belongs to a
@@ -108,7 +103,8 @@ class EngineLink:
         transport: Transport,
         *,
         own_prefix: str,
-        output_chunk_size: int,
+        config: LLMConfig,
+        observers: Observers,
         watch: EngineWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -116,64 +112,98 @@ class EngineLink:
         self.ready = ready
         self.dead = trio.Event()
         self.cause_of_death: str | None = None
-        self.stats_logger: StatsLogger | None = None
-        self.tracer: Tracer | None = None
+        # Called when the engine is back in contact.
+        self.on_change: Callable[[], None] = lambda: None
+        # What its tasks have found, of which the first counts.
+        self._causes: list[str] = []
+        # What the engine's model can do; until it has been asked, what nearly every one does.
+        self.supported_tasks = frozenset({"generate"})
+        self._observers = observers
         self._transport = transport
         self._watch = watch or EngineWatch()
         self._clock = clock
         self._own_prefix = own_prefix
-        self._chunk_size = output_chunk_size
+        self._chunk_size = config.output_chunk_size
         self._processor = OutputProcessor()
         self._streams: dict[str, RequestStream] = {}
         self._scheduler_stats = SchedulerStats()
         self._utilities: dict[int, _UtilityCall] = {}
         self._counts: Counter[str] = Counter()
         self._strangers: set[str] = set()
+        self._is_closed = False
+        self._heard = trio.Event()
+        self._last_message = self._idle_until = -math.inf
+        self.contact = Contact(
+            transport,
+            config,
+            ContactEvents(
+                on_lost=self._on_lost,
+                on_frozen=self._on_frozen,
+                on_back=self._on_back,
+                ask=self._ask,
+                silent_since=self._silent_since,
+            ),
+        )
+        self._outbox = Outbox(transport, lambda: self.contact.lost is None)
 
     # ------------------------------------------------------------------ towards the engine
 
-    def submit(self, stream: RequestStream, submission: Submission) -> None:
-        """Register the request, then send it. Raises ``EngineDeadError``; registers nothing then."""
-        if self.cause_of_death is not None:
-            raise EngineDeadError(self.cause_of_death)
-        self._processor.add_request(submission.state)
+    def submit(self, stream: RequestStream) -> None:
+        """Register the request and send it; while the engine is out of contact, keep it until it is back.
+
+        Raises ``EngineDeadError`` and, when that has lasted, ``EngineUnavailableError``; registers nothing then.
+        """
+        self._refuse_if_gone()
+        self._note_work()
+        self._processor.add_request(stream.submission.state)
         self._streams[stream.request_id] = stream
-        for request in submission.engine_requests:
-            if not self._send(EngineCoreRequestType.ADD, encode_request(request)):
-                cause = f"engine {self.rank} cannot be reached"
-                stream.end(Ending(EndingKind.ENGINE_DEAD, cause, self.rank))
-                return
+        if not self._outbox.add(stream):
+            self._end_doubtful([stream])
 
     def stream_ended(self, stream: RequestStream) -> None:
         """Forget the request; tell the engine if it may still be at it. Called by ``stream.end``."""
         if self._streams.pop(stream.request_id, None) is not None:
-            self._abort(self._processor.end_request(stream.request_id))
+            live = self._processor.end_request(stream.request_id)
+            if not self._outbox.withdraw(stream):
+                self._abort(live)
 
     def _abort(self, engine_request_ids: list[str]) -> None:
-        """One ABORT for all of them; none is needed for no ids, or by a dead engine."""
-        if engine_request_ids and self.cause_of_death is None:
-            self._send(EngineCoreRequestType.ABORT, encode_abort(engine_request_ids))
+        if self.cause_of_death is None:
+            self._outbox.abort(engine_request_ids)
+
+    def _refuse_if_gone(self) -> None:
+        if self.cause_of_death is not None:
+            raise EngineDeadError(self.cause_of_death)
+        if self.contact.frozen is not None:
+            cause = f"engine {self.rank} does not answer: {self.contact.frozen}"
+            raise EngineUnavailableError(cause, retry_after=_RETRY_AFTER_S)
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Ask the engine (between two of its steps) and wait for the answer.
 
-        Raises ``WireError`` with the engine's message if it refuses, ``EngineDeadError`` if it dies.
+        Raises ``WireError`` with the engine's message if it refuses, ``EngineDeadError`` if it dies, and
+        ``EngineUnavailableError`` if it goes out of contact, whether it did what it was asked or not, and
+        ``trio.ClosedResourceError`` when the LLM's block is left.
         Cancel-safe: a late answer is dropped.
         """
-        if self.cause_of_death is not None:
-            raise EngineDeadError(self.cause_of_death)
+        self._refuse_if_gone()
+        self._note_work()
         call = _UtilityCall()
-        self._counts["utilities"] += 1
-        call_id = self._counts["utilities"]
-        self._utilities[call_id] = call
-        try:
-            body = encode_utility(0, call_id, method, args)
-            self._send(EngineCoreRequestType.UTILITY, body)
-            await call.done.wait()
-        finally:
-            del self._utilities[call_id]
+        call_id = self._outbox.call(method, args)
+        if call_id is not None:
+            self._utilities[call_id] = call
+            try:
+                await call.done.wait()
+            finally:
+                del self._utilities[call_id]
+        await trio.lowlevel.checkpoint()
+        if call.answer is None and self._is_closed:
+            raise trio.ClosedResourceError("the LLM's block has been left")
         if call.answer is None:
-            raise EngineDeadError(self.cause_of_death or "the engine is gone")
+            self._refuse_if_gone()
+            done = "could not be asked" if call_id is None else "may or may not have been done"
+            cause = f"engine {self.rank} is out of contact: {method} {done}"
+            raise EngineUnavailableError(cause, retry_after=_RETRY_AFTER_S)
         if call.answer.failure_message is not None:
             raise WireError(f"engine {self.rank}: {method}: {call.answer.failure_message}")
         return None if call.answer.result is None else call.answer.result[1]
@@ -183,30 +213,33 @@ class EngineLink:
         for stream in list(self._streams.values()):
             stream.end(ending)
 
-    def _send(self, kind: EngineCoreRequestType, body: bytes) -> bool:
-        sent = self._transport.send(kind, body)
-        if not sent:
-            self._counts["failed_sends"] += 1
-        return sent
+    def hurry(self) -> None:
+        """The engine is not to be waited for any more when it is ended. Synchronous."""
+        self._watch.hurry()
+
+    def close(self) -> None:
+        """The LLM's block is left: whoever waits for an answer hears of it. Synchronous, idempotent."""
+        self._is_closed = True
+        self._release_calls()
 
     # ------------------------------------------------------------------ from the engine
 
     @trio.lowlevel.enable_ki_protection
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Read and watch until the engine is gone; returns when its streams have been told."""
-        causes: list[str] = []
 
         async def until_gone(find_cause: Callable[[], Awaitable[str]]) -> None:
             cause = await find_cause()
-            causes.append(cause)
+            self._causes.append(cause)
             nursery.cancel_scope.cancel(reason=cause)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(until_gone, self._read_outputs, name="read_outputs")
             nursery.start_soon(until_gone, self._watch.wait, name="watch process")
-            nursery.start_soon(until_gone, self._transport.wait_unreachable, name="watch sockets")
+            nursery.start_soon(until_gone, self.contact.watch_connection, name="watch connection")
+            nursery.start_soon(until_gone, self.contact.watch_steps, name="watch steps")
             task_status.started()
-        await self._die(causes[0])
+        await self._die(self._causes[0])
 
     @trio.lowlevel.enable_ki_protection
     async def _read_outputs(self) -> str:
@@ -219,11 +252,13 @@ class EngineLink:
     async def _take(self, frames: Sequence[bytes | memoryview]) -> None:
         received = self._clock()
         self._counts["messages"] += 1
+        self._last_message = trio.current_time()
+        self._heard.set()
         try:
             message = decode_outputs(frames)
         except WireError as error:
             # Whose tokens were in it cannot be known, so no stream of this engine is whole any more.
-            _log.error("engine %d: %s", self.rank, error)
+            _log.error("engine %d: %s", self.rank, one_line(str(error)))
             self.end_all(Ending(EndingKind.OUTPUT_ERROR, str(error), self.rank))
             return
         if message.scheduler_stats is not None:
@@ -231,8 +266,15 @@ class EngineLink:
         if message.utility_output is not None:
             self._answer(message.utility_output)
         await self._process(message, frames, received)
-        if self.tracer is not None:
-            self.tracer.on_message(message, received, self._processor.find)
+        self._trace(message, received)
+
+    def _trace(self, message: EngineCoreOutputs, received: float) -> None:
+        try:
+            if self._observers.tracer is not None:
+                self._observers.tracer.on_message(message, received, self._processor.find)
+        except Exception:  # noqa: BLE001 - whatever a tracer does, the tokens go on
+            _log.exception("engine %d: the tracer failed and is dropped", self.rank)
+            self._observers.tracer = None
 
     def _note_stats(self, stats: SchedulerStats) -> None:
         self._scheduler_stats = stats
@@ -247,7 +289,7 @@ class EngineLink:
         received: float,
     ) -> None:
         outputs = message.outputs
-        stats = None if self.stats_logger is None else IterationStats()
+        stats = None if self._observers.stats_logger is None else IterationStats()
         for start in range(0, len(outputs), self._chunk_size):
             end = start + self._chunk_size
             processed = self._processor.process(
@@ -269,11 +311,11 @@ class EngineLink:
 
     def _log_stats(self, scheduler: SchedulerStats | None, stats: IterationStats) -> None:
         try:
-            if self.stats_logger is not None:
-                self.stats_logger.record(self.rank, scheduler, stats)
+            if self._observers.stats_logger is not None:
+                self._observers.stats_logger.record(self.rank, scheduler, stats)
         except Exception:  # noqa: BLE001 - whatever a logger does, the tokens go on
             _log.exception("engine %d: the stats logger failed and is dropped", self.rank)
-            self.stats_logger = None
+            self._observers.stats_logger = None
 
     def _settle(self, processed: ProcessedOutputs) -> None:
         self._abort(processed.aborts)
@@ -292,13 +334,69 @@ class EngineLink:
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._strangers.clear()
             self._strangers.add(request_id)
-            _log.info("engine %d: aborting request %s of another front end", self.rank, request_id)
-            self._send(EngineCoreRequestType.ABORT, encode_abort([request_id]))
+            _log.info("engine %d: aborting request %r of another front end", self.rank, request_id)
+            self._abort([request_id])
 
     def _answer(self, output: UtilityOutput) -> None:
         call = self._utilities.get(output.call_id)
         if call is not None:
             call.answer = output
+            call.done.set()
+
+    # ------------------------------------------------------------------ contact
+
+    def _note_work(self) -> None:
+        """Called before there is more to do: a silence before that was none."""
+        if not self._streams and not self._utilities:
+            self._idle_until = trio.current_time()
+
+    def _silent_since(self) -> float | None:
+        """Since when it has been silent with work to do; None without work."""
+        has_work = self._streams or self._utilities
+        return max(self._last_message, self._idle_until) if has_work else None
+
+    async def _ask(self) -> None:
+        """Returns when a message has come; asks for one."""
+        self._heard = trio.Event()
+        self._outbox.call(_QUESTION, ())
+        await self._heard.wait()
+
+    def _on_lost(self, cause: str) -> None:
+        _log.warning("engine %d is out of contact: %s", self.rank, cause)
+
+    def _on_frozen(self, cause: str) -> None:
+        self._watch.note_stuck(is_stuck=True)
+        cause = f"engine {self.rank} does not answer: {cause}"
+        _log.error("%s", cause)
+        self.end_all(Ending(EndingKind.ENGINE_DEAD, cause, self.rank))
+        self._release_calls()
+
+    def _on_back(self, lost_at: float, outputs_broke: bool) -> None:
+        """The engine is back: what was kept leaves, and whoever may have lost something is told."""
+        _log.warning("engine %d is in contact again", self.rank)
+        self._watch.note_stuck(is_stuck=False)
+        self.on_change()
+        doubtful_since = lost_at - DOUBT_S
+        doubtful = [
+            stream
+            for stream in self._streams.values()
+            if not self._outbox.holds(stream)
+            and (
+                outputs_broke
+                or (stream.submitted_at > doubtful_since and not stream.num_output_tokens)
+            )
+        ]
+        doubtful += self._outbox.catch_up(doubtful_since)
+        self._release_calls()
+        self._end_doubtful(doubtful)
+
+    def _end_doubtful(self, streams: list[RequestStream]) -> None:
+        cause = f"the connection to engine {self.rank} broke, and a part of the request may be lost"
+        for stream in streams:
+            stream.end(Ending(EndingKind.ENGINE_DEAD, cause, self.rank))
+
+    def _release_calls(self) -> None:
+        for call in self._utilities.values():
             call.done.set()
 
     # ------------------------------------------------------------------ the end
@@ -312,29 +410,50 @@ class EngineLink:
 
         with trio.move_on_after(_LAST_WORDS):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._read_outputs)
-                nursery.start_soon(wait_for_exit)
-        words = [f"engine {self.rank} is dead: {cause}"]
-        words += [status for status in exit_status if status != cause]
+                if self._watch.sees_exit:
+                    nursery.start_soon(wait_for_exit)
+                nursery.start_soon(self._read_the_rest)
+        self._note_death([cause, *(status for status in exit_status if status != cause)])
+
+    @trio.lowlevel.enable_ki_protection
+    async def _read_the_rest(self) -> None:
+        """What the engine had sent before its end."""
+        while True:
+            with trio.move_on_after(_NOTHING_MORE) as waiting:
+                frames = await self._transport.receive()
+            if waiting.cancelled_caught:
+                return
+            if not is_engine_dead(frames):
+                await self._take(frames)
+
+    def note_unseen_death(self) -> None:
+        """For the owner, when the link and an engine's process of ours are gone: the death may have come so
+        shortly before the link was cancelled that nobody had time to tell of it."""
+        causes = [*self._causes[:1], *filter(None, [self._watch.death])]
+        if self.cause_of_death is None and causes:
+            self._note_death(list(dict.fromkeys(causes)))
+
+    def _note_death(self, causes: list[str]) -> None:
+        words = [f"engine {self.rank} is dead: {causes[0]}", *causes[1:]]
         if self._watch.last_error:
-            words.append(f"its last error: {self._watch.last_error}")
+            words.append(f"its last words: {self._watch.last_error}")
         self.cause_of_death = "; ".join(words)
-        _log.error("%s", self.cause_of_death)
+        _log.error("%s", one_line(self.cause_of_death))
         self.end_all(Ending(EndingKind.ENGINE_DEAD, self.cause_of_death, self.rank))
-        for call in self._utilities.values():
-            call.done.set()
+        self._release_calls()
         self.dead.set()
 
     def statistics(self) -> EngineLinkStatistics:
         return EngineLinkStatistics(
             self.rank,
             self.cause_of_death,
+            self.contact.lost,
             self.ready.num_gpu_blocks,
             self._scheduler_stats,
             self._processor.statistics(),
             self._counts["messages"],
             self._counts["stale_outputs"],
-            self._counts["failed_sends"],
+            self._outbox.failed_sends,
             self._counts["prefix_cache_queries"],
             self._counts["prefix_cache_hits"],
         )

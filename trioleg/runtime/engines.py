@@ -6,13 +6,13 @@ on the way out, so that the last ABORTs are delivered while the engine still lis
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import trio
 
@@ -20,11 +20,11 @@ from ..config import LLMConfig
 from ..errors import EngineStartError, InvalidRequestError
 from ..ipc.handshake import AcceptedEngine, EngineListener, listen_for_engine
 from ..ipc.launch import EngineProcess, open_engine_process, private_ipc_dir
-from ..ipc.transport import Transport
+from ..ipc.transport import Transport, is_local
 from ..messages import EngineReadyResponse
-from .engine_link import EngineWatch
+from .engine_watch import EngineWatch, ProcessWatch
 
-__all__ = ["Engine", "attach_engine", "start_engine"]
+__all__ = ["Engine", "OpenEngine", "listen_for_engines", "start_engine"]
 
 _log = logging.getLogger("trioleg.engine")
 
@@ -42,18 +42,6 @@ class Engine:
     watch: EngineWatch | None = None
 
 
-class _ProcessWatch(EngineWatch):
-    def __init__(self, process: EngineProcess) -> None:
-        self._process = process
-
-    async def wait(self) -> str:
-        return str(await self._process.wait())
-
-    @property
-    def last_error(self) -> str:
-        return self._process.last_error
-
-
 @asynccontextmanager
 async def start_engine(
     directory: Path, config: LLMConfig, *, script: Path | None = None
@@ -63,9 +51,7 @@ async def start_engine(
     Raises ``EngineStartError`` with the engine's last error. Leaving the block ends the process.
     """
     with private_ipc_dir() as folder:
-        async with listen_for_engine(
-            f"ipc://{folder}/handshake", unreachable_timeout=config.unreachable_timeout
-        ) as listener:
+        async with listen_for_engine(f"ipc://{folder}/handshake") as listener:
             argv = [sys.executable, "-m", "trioleg", "engine", "--handshake", listener.address]
             if script is None:
                 argv += [str(directory), *config.engine.arguments()]
@@ -86,12 +72,16 @@ async def start_engine(
                     raise EngineStartError(
                         f"the engine was not ready within {config.start_timeout:g} s"
                     )
+                process.forget_output()
                 try:
                     yield Engine(
-                        accepted.rank, accepted.ready, accepted.transport, _ProcessWatch(process)
+                        accepted.rank, accepted.ready, accepted.transport, ProcessWatch(process)
                     )
                 finally:
                     await accepted.transport.aclose()
+
+
+OpenEngine: TypeAlias = Callable[[], AbstractAsyncContextManager[Engine]]
 
 
 class _EngineOutput:
@@ -140,32 +130,34 @@ async def _accept(
 
 
 @asynccontextmanager
-async def attach_engine(address: str, config: LLMConfig) -> AsyncIterator[Engine]:
-    """Bind a handshake address and wait, without a bound, for one engine to join there.
+async def listen_for_engines(address: str) -> AsyncIterator[OpenEngine]:
+    """Bind a handshake address; the block gets what waits there, without a bound, for one engine to join, and
+    then for another one. An engine that says HELLO while another one serves is heard when that is gone.
 
     Raises ``InvalidRequestError`` for an address that others can reach and ``EngineStartError`` for
-    one that cannot be bound. The engine goes on when the block is left: it is not ours.
+    one that cannot be bound. An engine goes on when its block is left: it is not ours.
     """
     _check_address(address)
-    async with listen_for_engine(
-        address, unreachable_timeout=config.unreachable_timeout
-    ) as listener:
-        _log.info("waiting for an engine to join at %s", listener.address)
-        accepted = await listener.accept()
-        _log.info("engine %d has joined", accepted.rank)
-        try:
-            yield Engine(accepted.rank, accepted.ready, accepted.transport)
-        finally:
-            await accepted.transport.aclose()
+    async with listen_for_engine(address) as listener:
+
+        @asynccontextmanager
+        async def join() -> AsyncIterator[Engine]:
+            _log.info("waiting for an engine to join at %s", listener.address)
+            accepted = await listener.accept()
+            _log.info("engine %d has joined", accepted.rank)
+            try:
+                yield Engine(accepted.rank, accepted.ready, accepted.transport)
+            finally:
+                await accepted.transport.aclose()
+
+        yield join
 
 
 def _check_address(address: str) -> None:
     """Only what this machine alone can reach: nothing on this wire is authenticated."""
     scheme, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme == "ipc" and rest:
-        return
-    if scheme == "tcp" and _is_loopback(host.strip("[]")) and _is_port(port):
+    port = rest.rpartition(":")[2]
+    if is_local(address) and (scheme == "ipc" or (scheme == "tcp" and _is_port(port))):
         return
     raise InvalidRequestError(
         f"attach is {address!r}; allowed: tcp://127.0.0.1:PORT (any loopback address) or ipc://PATH, "
@@ -177,10 +169,3 @@ def _check_address(address: str) -> None:
 def _is_port(text: str) -> bool:
     """ZeroMQ itself would take a larger number modulo 65536. "*" is any free port, as 0 is."""
     return text == "*" or (text.isascii() and text.isdecimal() and int(text) <= 65535)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -35,19 +35,16 @@ def _thread_runner() -> RunSync:
 class PromptReader:
     """Reads prompts for one model. ``run_sync`` runs the tokenizing; None: in a thread."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, max_model_len: int, run_sync: RunSync | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, run_sync: RunSync | None = None) -> None:
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
         self._run_sync = run_sync or _thread_runner()
 
-    async def read(self, prompt: Prompt) -> list[int]:
+    async def read(self, prompt: Prompt, max_model_len: int) -> list[int]:
         """The prompt's token ids: at least one, at most max_model_len - 1, all in the vocabulary.
 
         Raises ``InvalidRequestError``. A checkpoint wherever it returns.
         """
-        prepared = prepare_prompt(prompt, self._tokenizer, self._max_model_len)
+        prepared = prepare_prompt(prompt, self._tokenizer, max_model_len)
         if not isinstance(prepared, list):
             return await self._run_sync(prepared)
         await trio.lowlevel.checkpoint()

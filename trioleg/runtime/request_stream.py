@@ -8,15 +8,19 @@ one, made from the ``Ending``, from its own call of ``receive``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import trio
 
+from ..output.submission import Submission
 from ..outputs import Ending, EndingKind, RequestOutput
 from .mailbox import Mailbox, MailboxStatistics
 
 __all__ = ["RequestStream"]
+
+_log = logging.getLogger("trioleg.requests")
 
 
 class RequestStream:
@@ -27,15 +31,20 @@ class RequestStream:
 
     def __init__(
         self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
+        submission: Submission,
         mailbox: Mailbox,
         *,
         on_end: Callable[[RequestStream, Ending], None],
+        external_req_id: str | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids
+        self.submission = submission
+        self.request_id = submission.state.request_id
+        self.prompt_token_ids: Sequence[int] = submission.state.prompt_token_ids
+        # The caller's own name for the request, for people.
+        self.external_req_id = external_req_id
         self.mailbox = mailbox
+        # When it was handed to the engine's link, on Trio's clock.
+        self.submitted_at = trio.current_time()
         self._on_end = on_end
         self._ending: Ending | None = None
         self._serving: trio.CancelScope | None = None
@@ -45,6 +54,11 @@ class RequestStream:
     def ending(self) -> Ending | None:
         """Why the request ended; None while it runs."""
         return self._ending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The engine's tokens for all choices so far, whether read or not."""
+        return self.submission.state.num_output_tokens
 
     def statistics(self) -> MailboxStatistics:
         """The mailbox's figures."""
@@ -94,12 +108,19 @@ class RequestStream:
 
         Stores the ending, tells the engine to stop if it may still be at it, wakes the reader, and,
         unless the request ended well, cancels the serving scope: a write in progress must not keep
-        a failed request from saying so.
+        a failed request from saying so. Never raises: whoever ends a request has others to end.
         """
         if self._ending is not None:
             return
         self._ending = ending
-        self._on_end(self, ending)
+        try:
+            self._on_end(self, ending)
+        except Exception:  # noqa: BLE001 - it is logged, and the others have to be ended too
+            _log.exception(
+                "request %s: not everything of its end (%s) could be done",
+                self.request_id,
+                ending.kind,
+            )
         self.mailbox.wake()
         if self._serving is not None and ending.error() is not None:
             self._serving.cancel(reason=f"request {self.request_id} ended: {ending.kind}")

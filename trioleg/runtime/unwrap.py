@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import trio
 
-__all__ = ["BodyError", "unwrapped"]
+__all__ = ["BodyError", "errors_in", "unwrapped", "winner_of"]
 
 _log = logging.getLogger("trioleg.runtime")
 
@@ -37,11 +37,11 @@ def unwrapped() -> Iterator[BodyError]:
     try:
         yield body
     except BaseExceptionGroup as group:
-        errors = _errors_in(group)
+        errors = errors_in(group)
         if not errors:
             raise
-        of_body = [] if body.error is None else _errors_in(body.error)
-        winner = body.error if of_body and body.error is not None else _winner(errors)
+        of_body = [] if body.error is None else errors_in(body.error)
+        winner = body.error if of_body and body.error is not None else winner_of(errors)
         for other in errors:
             if other is not winner and other not in of_body:
                 _log.error("this error gave way to another one", exc_info=other)
@@ -53,15 +53,16 @@ def unwrapped() -> Iterator[BodyError]:
             winner.__context__ = context
 
 
-def _errors_in(error: BaseException) -> list[BaseException]:
-    """What is in a group, however deep, without the cancels.
+def errors_in(error: BaseException) -> list[BaseException]:
+    """What is in a group, however deep, or the error itself, without the cancels.
 
     Not the groups themselves: a nursery that filters cancels out makes new ones of the same content.
     """
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _errors_in(inner)]
+        return [leaf for inner in error.exceptions for leaf in errors_in(inner)]
     return [] if isinstance(error, trio.Cancelled) else [error]
 
 
-def _winner(errors: list[BaseException]) -> BaseException:
+def winner_of(errors: list[BaseException]) -> BaseException:
+    """By the rule above, but for a body's own: ``errors``, at least one, are of our tasks."""
     return next((error for error in errors if not isinstance(error, Exception)), errors[0])
