@@ -22,8 +22,17 @@ from trioleg.messages import EngineCoreRequest
 from trioleg.runtime.llm import LLM
 from trioleg.server.app import create_app
 from trioleg.testing import Script, ScriptedTransport, open_scripted_llm
+from trioleg.tokenizer import Tokenizer
 
-__all__ = ["MESSAGES", "Answer", "ScriptedApp", "open_app", "open_chat_llm"]
+__all__ = [
+    "MESSAGES",
+    "Answer",
+    "ScriptedApp",
+    "call",
+    "chat_tokenizer",
+    "open_app",
+    "open_chat_llm",
+]
 
 MESSAGES = [{"role": "user", "content": "a b"}]
 _TEMPLATE = "<s>{% for one in messages %}{{ one.content }}{% endfor %}"
@@ -33,7 +42,7 @@ _TEMPLATE = "<s>{% for one in messages %}{{ one.content }}{% endfor %}"
 class Answer:
     """What a client has got so far: ``parts`` are (time, bytes). ``reads`` unset: the client takes one
     more part and then nothing; ``leave`` set: it hangs up. ``pause``: seconds that it takes over
-    each part."""
+    each part; ``body_after``: that it takes over its body."""
 
     status: int | None = None
     headers: dict[bytes, bytes] = field(default_factory=dict)
@@ -42,10 +51,15 @@ class Answer:
     reads: trio.Event | None = None
     leave: trio.Event = field(default_factory=trio.Event)
     pause: float = 0.0
+    body_after: float = 0.0
 
     @property
     def body(self) -> bytes:
         return b"".join(part for _, part in self.parts)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
 
     @property
     def error(self) -> dict[str, Any]:
@@ -61,34 +75,13 @@ class ScriptedApp:
     llm: LLM
     transport: ScriptedTransport
 
-    async def ask(self, answer: Answer | None = None, **fields: Any) -> Answer:
+    async def ask(
+        self, answer: Answer | None = None, headers: dict[str, str] | None = None, **fields: Any
+    ) -> Answer:
         """POST /v1/chat/completions; returns when the app has let go of the request."""
-        answer = answer or Answer()
-        body = [json.dumps({"messages": MESSAGES, **fields}).encode()]
-
-        async def receive() -> dict[str, Any]:
-            if body:
-                await trio.lowlevel.checkpoint()
-                return {"type": "http.request", "body": body.pop(), "more_body": False}
-            await answer.leave.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: dict[str, Any]) -> None:
-            await trio.lowlevel.checkpoint()
-            if message["type"] == "http.response.start":
-                answer.status = message["status"]
-                answer.headers = dict(message["headers"])
-                return
-            assert answer.status is not None
-            assert not answer.is_whole
-            answer.parts.append((trio.current_time(), message.get("body", b"")))
-            await trio.sleep(answer.pause)
-            if answer.reads is not None:
-                await answer.reads.wait()
-            answer.is_whole = not message.get("more_body", False)
-
-        await self.app(_SCOPE, receive, send)
-        return answer
+        body = json.dumps({"messages": MESSAGES, **fields}).encode()
+        path = "/v1/chat/completions"
+        return await call(self.app, "POST", path, body, answer=answer, headers=headers)
 
     def vary_choices(self) -> None:
         """From now on each of a request's choices begins one step further on in the script."""
@@ -102,14 +95,59 @@ class ScriptedApp:
         core.add_request = add
 
 
+async def call(
+    app: QuartTrio,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    *,
+    answer: Answer | None = None,
+    headers: dict[str, str] | None = None,
+) -> Answer:
+    """Any request; returns when the app has let go of it."""
+    answer = answer or Answer()
+    body_is_sent = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal body_is_sent
+        if body_is_sent:
+            await answer.leave.wait()
+            return {"type": "http.disconnect"}
+        await trio.sleep(answer.body_after)
+        body_is_sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        await trio.lowlevel.checkpoint()
+        if message["type"] == "http.response.start":
+            answer.status = message["status"]
+            answer.headers = dict(message["headers"])
+            return
+        assert answer.status is not None
+        assert not answer.is_whole
+        answer.parts.append((trio.current_time(), message.get("body", b"")))
+        await trio.sleep(answer.pause)
+        if answer.reads is not None:
+            await answer.reads.wait()
+        answer.is_whole = not message.get("more_body", False)
+
+    more = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+    scope = {
+        **_SCOPE,
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "headers": [*_SCOPE["headers"], *more],
+    }
+    await app(scope, receive, send)
+    return answer
+
+
 _SCOPE: Any = {
     "type": "http",
     "asgi": {"version": "3.0", "spec_version": "2.3"},
     "http_version": "1.1",
-    "method": "POST",
     "scheme": "http",
-    "path": "/v1/chat/completions",
-    "raw_path": b"/v1/chat/completions",
     "query_string": b"",
     "root_path": "",
     "headers": [(b"content-type", b"application/json"), (b"host", b"test")],
@@ -123,9 +161,12 @@ def open_chat_llm(
     script: Script, config: LLMConfig | None = None
 ) -> AbstractAsyncContextManager[tuple[LLM, ScriptedTransport]]:
     """A scripted engine whose tokenizer has a chat template."""
+    return open_scripted_llm(script, chat_tokenizer(), config)
+
+
+def chat_tokenizer() -> Tokenizer:
     template = ChatTemplate(_TEMPLATE, {}, origin="this test")
-    tokenizer = replace(byte_fallback_tokenizer(), chat_template=template)
-    return open_scripted_llm(script, tokenizer, config)
+    return replace(byte_fallback_tokenizer(), chat_template=template)
 
 
 @asynccontextmanager

@@ -17,10 +17,11 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioleg.config import ServerConfig
 from trioleg.errors import InvalidRequestError
+from trioleg.output.submission import make_pooling_submission
 from trioleg.outputs import CompletionOutput, Ending, EndingKind, RequestOutput
 from trioleg.runtime.mailbox import Mailbox
 from trioleg.runtime.request_stream import RequestStream
-from trioleg.sampling_params import SamplingParams
+from trioleg.sampling_params import PoolingParams, SamplingParams
 from trioleg.server.protocol import parse_chat_completion
 from trioleg.server.sse import KEEP_ALIVE
 from trioleg.server.stream import serve_stream
@@ -76,9 +77,9 @@ class OneStream:
     tracer = None
 
     def __init__(self) -> None:
-        self.stream = RequestStream(
-            "r", [1], Mailbox(aggregate=True, max_bytes=10_000), on_end=lambda *_: None
-        )
+        submission = make_pooling_submission("r", [1], PoolingParams())
+        mailbox = Mailbox(aggregate=True, max_bytes=10_000)
+        self.stream = RequestStream(submission, mailbox, on_end=lambda *_: None)
 
     @asynccontextmanager
     async def open_stream(self, *_: object, **__: object) -> AsyncIterator[RequestStream]:

@@ -197,7 +197,8 @@ async def test_a_bad_ending_behind_a_keep_alive_comment(
     config = ServerConfig(sse_keep_alive_interval=1)
     answer = await ended_by(end, 2.5, LATE, config, stream=True)
     stream = read_stream(answer.body)
-    assert (answer.status, stream.num_comments, stream.num_chunks) == (200, 2, 0)
+    assert (answer.status, stream.num_chunks) == (200, 0)
+    assert stream.num_comments in (2, 3)
     assert stream.error is not None
     assert stream.error["code"] == code
 

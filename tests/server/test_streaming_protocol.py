@@ -88,7 +88,7 @@ async def test_logprobs_of_a_character_in_four_tokens(autojump_clock: MockClock)
 async def test_logprobs_never_come_after_their_text(
     autojump_clock: MockClock, size: int, hold_back: str
 ) -> None:
-    """B9, with text held back for a stop string that is completed in the end."""
+    """Also where text was held back for a stop string that is completed in the end (B9)."""
     pieces = ("a", "b", *PEPPER, "c", "a", "b", "b", "c", "a")
     asked = {"logprobs": True, "stop": "bbc", "stop_hold_back": hold_back, "return_token_ids": True}
     async with open_app(play(*pieces, size=size)) as app:

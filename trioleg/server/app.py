@@ -2,12 +2,14 @@
 
 It is a quart-trio app with one part replaced: the connection class. Quart would iterate an async
 generator for a stream; ours calls ``serve`` of the response instead, in the request's own nursery, so
-that a disconnect cancels a plain loop. Every error leaves as JSON in OpenAI's form.
+that a disconnect cancels a plain loop. Every error leaves as JSON in OpenAI's form, and what quart-trio would
+forget of a group of errors (all but the first that has a handler, and all of them beside a cancel) is logged
+(``failures.py``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import trio
 from quart import Response, current_app, request
@@ -17,15 +19,13 @@ from quart_trio.asgi import TrioASGIHTTPConnection
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
 from ..config import ServerConfig
-from ..errors import TriolegError
 from ..runtime.llm import LLM
+from .failures import error_response, json_response, one_error, ungrouped
+from .incoming import IncomingRequest
 from .protocol import error_body
-from .routes import EventStreamResponse, Routes, error_response, json_response
+from .routes import EventStreamResponse, Routes
 
 __all__ = ["create_app"]
-
-# A client's id for its request is a few dozen characters; whatever is longer is not echoed.
-_MAX_REQUEST_ID = 256
 
 
 def create_app(llm: LLM, config: ServerConfig | None = None) -> QuartTrio:
@@ -36,18 +36,34 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> QuartTrio:
         config.served_model_name or llm.model,
         keep_alive_interval=config.sse_keep_alive_interval,
     )
-    app = QuartTrio("trioleg", static_folder=None)
-    app.asgi_http_class = _HTTPConnection
+    app = _App(llm)
     # A bigger body is a 413, answered while it still comes in.
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     # Quart's own bounds know nothing of streams: it would cut one after a minute, without a word.
     app.config["RESPONSE_TIMEOUT"] = None
     for method, path, handler in routes.table():
         app.add_url_rule(path, handler.__name__, handler, methods=[method])
-    app.register_error_handler(TriolegError, _trioleg_error)
+    app.register_error_handler(Exception, app.error_response)
     app.register_error_handler(HTTPException, _http_error)
     app.after_request(_echo_request_id)
     return app
+
+
+class _App(QuartTrio):
+    def __init__(self, llm: LLM) -> None:
+        super().__init__("trioleg", static_folder=None)
+        self.asgi_http_class = _HTTPConnection
+        self.request_class = IncomingRequest
+        self._llm = llm
+
+    # Async, though it awaits nothing, because Quart runs a plain function in a thread.
+    async def error_response(self, error: Exception) -> Response:  # noqa: ASYNC124
+        return error_response(error, self._llm.health())
+
+    async def handle_user_exception(self, error: Exception | BaseExceptionGroup[Any]) -> Any:
+        """Whatever left a handler comes here first, and before any checkpoint."""
+        one = one_error(error, f"{request.method} {request.path}")
+        return await super().handle_user_exception(one)
 
 
 class _HTTPConnection(TrioASGIHTTPConnection):
@@ -64,25 +80,27 @@ class _HTTPConnection(TrioASGIHTTPConnection):
         nursery.cancel_scope.cancel(reason="the response is complete")
 
     async def _serve_events(self, response: EventStreamResponse, send: Any) -> None:
+        is_started = False
+
         async def start() -> None:
+            nonlocal is_started
+            is_started = True
             headers = encode_headers(response.headers)
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
         try:
-            await response.serve(start, send)
-        except TriolegError as error:
-            # Only what fails before ``start`` leaves ``serve``, so the status is still ours to choose.
-            failure = error_response(error)
+            with ungrouped(f"{self.scope['method']} {self.scope['path']}"):
+                await response.serve(start, send)
+        except Exception as error:  # noqa: BLE001 - it has been logged, and is to be answered
+            if is_started:
+                return  # without the end of the body: it must not look complete
+            failure = await cast(_App, self.app).error_response(error)
             if "X-Request-Id" in response.headers:
                 failure.headers["X-Request-Id"] = response.headers["X-Request-Id"]
             await self._send_response(send, failure)
 
 
 # These are async, though they await nothing, because Quart runs a plain function in a thread.
-
-
-async def _trioleg_error(error: TriolegError) -> Response:  # noqa: ASYNC124
-    return error_response(error)
 
 
 async def _http_error(error: HTTPException) -> Response:  # noqa: ASYNC124
@@ -108,7 +126,7 @@ def _served() -> str:
 
 async def _echo_request_id(response: Response) -> Response:  # noqa: ASYNC124
     """The client finds its own id again; it is never a key of ours."""
-    request_id = request.headers.get("X-Request-Id")
-    if request_id is not None and len(request_id) <= _MAX_REQUEST_ID and request_id.isprintable():
+    request_id = cast(IncomingRequest, request).external_req_id
+    if request_id is not None:
         response.headers["X-Request-Id"] = request_id
     return response

@@ -5,7 +5,8 @@ Nothing is counted here and nothing is paid per token: every hop keeps its own f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,14 +14,21 @@ from prometheus_client.registry import Collector
 
 from ..outputs import EndingKind
 from ..runtime.engine_link import EngineLinkStatistics
+from ..runtime.health import LLMState
 from ..runtime.llm import LLM
 
 __all__ = ["metrics_text"]
 
-_ENGINE_GAUGES = (
-    ("up", "1 while the engine lives.", lambda e: float(e.dead is None)),
+_Figures: TypeAlias = tuple[tuple[str, str, Callable[[EngineLinkStatistics], float]], ...]
+
+_ENGINE_GAUGES: _Figures = (
     ("free_blocks", "Free blocks of the key/value cache.", lambda e: e.num_free_blocks),
     ("blocks", "Blocks of the key/value cache.", lambda e: e.num_gpu_blocks),
+    (
+        "live_requests",
+        "Requests whose outputs are awaited from the engine.",
+        lambda e: e.processor.requests,
+    ),
     (
         "running_requests",
         "Requests in the engine's running batch.",
@@ -32,7 +40,7 @@ _ENGINE_GAUGES = (
         lambda e: e.scheduler.num_waiting_reqs,
     ),
 )
-_ENGINE_COUNTERS = (
+_ENGINE_COUNTERS: _Figures = (
     ("messages", "Messages received from the engine.", lambda e: e.messages),
     ("output_tokens", "Tokens received for live requests.", lambda e: e.processor.tokens),
     (
@@ -76,13 +84,42 @@ class _LLMCollector(Collector):
         for kind in EndingKind:
             requests.add_metric([kind.value], statistics.endings.get(kind, 0))
         yield requests
+        turned_away = CounterMetricFamily(
+            "trioleg_requests_turned_away",
+            "Requests that no engine took, by the state at that moment.",
+            labels=["state"],
+        )
+        for state in LLMState:
+            turned_away.add_metric([state.value], statistics.turned_away.get(state, 0))
+        yield turned_away
+        yield _state_metric(self._llm.health().state)
+        yield GaugeMetricFamily(
+            "trioleg_engine_up",
+            "1 while there is an engine, and it answers.",
+            value=any(one.dead is None and one.lost is None for one in statistics.engines),
+        )
+        yield CounterMetricFamily(
+            "trioleg_engine_restarts",
+            "Engines that became ready after the first one.",
+            value=statistics.engine_restarts,
+        )
         yield from _engine_metrics(statistics.engines)
+
+
+def _state_metric(now: LLMState) -> Metric:
+    states = GaugeMetricFamily(
+        "trioleg_state", "1 for the state that /health tells, 0 for the others.", labels=["state"]
+    )
+    for state in LLMState:
+        states.add_metric([state.value], float(state is now))
+    return states
 
 
 def _engine_metrics(engines: tuple[EngineLinkStatistics, ...]) -> Iterator[Metric]:
     for name, help_text, value in _ENGINE_GAUGES:
         gauge = GaugeMetricFamily(f"trioleg_engine_{name}", help_text, labels=["engine"])
-        for engine in engines:
+        # What a dead engine had said last is true no more.
+        for engine in (one for one in engines if one.dead is None):
             gauge.add_metric([str(engine.engine)], value(engine))
         yield gauge
     for name, help_text, value in _ENGINE_COUNTERS:

@@ -8,13 +8,15 @@ value that asks for nothing; one that nobody knows is refused too. The errors ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from ..errors import (
+    DeadlineExceeded,
     EngineDeadError,
+    EngineUnavailableError,
     InvalidRequestError,
     OutputError,
     ReaderTooSlow,
@@ -24,18 +26,22 @@ from ..errors import (
 )
 from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
+from ..timeouts import Timeouts
 from .logprobs import choice_logprobs, listed_logprobs, prompt_logprobs_json
 from .structured_outputs import STRUCTURED_OUTPUTS, read_structured_outputs
 
 __all__ = [
     "ChatCompletionRequest",
     "ModelNotFoundError",
+    "RequestNotFoundError",
     "check_model",
     "completion_id",
     "error_body",
     "error_of",
     "full_response",
+    "is_expected",
     "parse_chat_completion",
+    "request_id_of",
     "usage_of",
 ]
 
@@ -69,7 +75,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "truncate_prompt_tokens": (),
     "request_id": (),
-    "timeouts": (),
     "thinking_token_budget": (),
     "guided_json": (),
     "guided_regex": (),
@@ -118,6 +123,7 @@ _OWN = (
     "return_token_ids",
     "priority",
     "cache_salt",
+    "timeouts",
     "user",
     *STRUCTURED_OUTPUTS,
 )
@@ -127,6 +133,10 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 class ModelNotFoundError(InvalidRequestError):
     """The request names a model that this server does not serve."""
+
+
+class RequestNotFoundError(InvalidRequestError):
+    """No live request has the id that was named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +155,7 @@ class ChatCompletionRequest:
     return_token_ids: bool
     priority: int = 0
     cache_salt: str | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 def check_model(request: ChatCompletionRequest, served: str) -> None:
@@ -183,6 +194,7 @@ def _parse(
         return_token_ids=_boolean(fields, "return_token_ids"),
         priority=0 if fields.get("priority") is None else fields["priority"],
         cache_salt=fields.get("cache_salt"),
+        timeouts=_timeouts(fields),
     )
 
 
@@ -279,6 +291,21 @@ def _logprobs(fields: Mapping[str, Any]) -> int | None:
     return top if wanted and not token_ids else None
 
 
+_TIMEOUTS = ("first_token", "total")
+
+
+def _timeouts(fields: Mapping[str, Any]) -> Timeouts:
+    asked = fields.get("timeouts")
+    if asked is None:
+        return Timeouts()
+    if not isinstance(asked, dict):
+        raise _refusal("timeouts", asked, f"an object with {' and '.join(_TIMEOUTS)}, or null")
+    for name, value in asked.items():
+        if name not in _TIMEOUTS:
+            raise _refusal(f"timeouts.{name}", value, f"only {' and '.join(_TIMEOUTS)}")
+    return Timeouts(**asked)
+
+
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
@@ -362,9 +389,17 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | No
     return usage
 
 
+_ID_PREFIX = "chatcmpl-"
+
+
 def completion_id(request_id: str) -> str:
     """The id that a client sees, in OpenAI's form."""
-    return f"chatcmpl-{request_id}"
+    return f"{_ID_PREFIX}{request_id}"
+
+
+def request_id_of(shown: str) -> str | None:
+    """The request that ``completion_id`` shows as ``shown``; None: that is no id of ours."""
+    return shown.removeprefix(_ID_PREFIX) if shown.startswith(_ID_PREFIX) else None
 
 
 def full_response(
@@ -408,9 +443,12 @@ def _choice(one: CompletionOutput, request: ChatCompletionRequest) -> dict[str, 
 # Our errors as HTTP statuses and OpenAI's types; the first match wins.
 _ERRORS: tuple[tuple[type[TriolegError], int, str, str | None], ...] = (
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
+    (RequestNotFoundError, 404, "invalid_request_error", "request_not_found"),
     (InvalidRequestError, 400, "invalid_request_error", None),
+    (EngineUnavailableError, 503, "service_unavailable_error", "engine_unavailable"),
     (EngineDeadError, 503, "service_unavailable_error", "engine_dead"),
     (ServerShutdown, 503, "service_unavailable_error", "server_shutdown"),
+    (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
     (RequestAborted, 500, "server_error", "request_aborted"),
     (ReaderTooSlow, 500, "server_error", "reader_too_slow"),
     (OutputError, 500, "server_error", "output_error"),
@@ -426,6 +464,11 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
             return status, {"message": str(error), "type": type_, "param": parameter, "code": code}
     message = "the server failed to answer; its log says why"
     return 500, {"message": message, "type": "server_error", "param": None, "code": None}
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether the answer says all that there is to say of ``error``."""
+    return any(isinstance(error, kind) for kind, *_ in _ERRORS)
 
 
 def error_body(error: Mapping[str, Any]) -> bytes:

@@ -3,40 +3,44 @@ the streaming loop in ``stream``."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 import msgspec
+import trio
 from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Response, request
 
-from ..errors import EngineDeadError, RequestEnded
-from ..outputs import RequestOutput
+from ..errors import (
+    DeadlineExceeded,
+    EngineDeadError,
+    EngineUnavailableError,
+    RequestEnded,
+    ServerShutdown,
+    TriolegError,
+)
+from ..outputs import Ending, EndingKind, RequestOutput
+from ..runtime.health import Health, LLMState
 from ..runtime.llm import LLM
+from ..runtime.request_stream import RequestStream
+from .failures import error_response, json_response, set_retry_after
+from .incoming import FromHeaders, IncomingRequest, request_options
 from .metrics import metrics_text
 from .protocol import (
     ChatCompletionRequest,
+    RequestNotFoundError,
     check_model,
-    error_body,
+    completion_id,
     error_of,
     full_response,
     parse_chat_completion,
+    request_id_of,
 )
 from .stream import SSE_HEADERS, Send, serve_stream
 
-__all__ = ["EventStreamResponse", "Routes", "error_response", "json_response"]
-
-
-def json_response(body: bytes, status: int = 200) -> Response:
-    return Response(body, status=status, content_type="application/json")
-
-
-def error_response(error: Exception, partial: bytes | None = None) -> Response:
-    """An exception as a response; ``partial``: the JSON of what had been generated before it."""
-    status, fields = error_of(error)
-    if partial is not None:
-        fields["partial"] = msgspec.Raw(partial)
-    return json_response(error_body(fields), status)
+__all__ = ["EventStreamResponse", "Routes"]
 
 
 class EventStreamResponse(Response):
@@ -65,23 +69,40 @@ class Routes:
         self._keep_alive_interval = keep_alive_interval
         self._created = int(time.time())
 
-    def table(self) -> tuple[tuple[str, str, Callable[[], Awaitable[Response]]], ...]:
+    def table(self) -> tuple[tuple[str, str, Callable[..., Awaitable[Response]]], ...]:
         """Method, path and handler of everything that is served."""
         return (
             ("POST", "/v1/chat/completions", self.chat_completions),
             ("GET", "/v1/models", self.models),
+            ("GET", "/v1/requests", self.requests),
+            ("DELETE", "/v1/requests/<shown_id>", self.abort),
             ("GET", "/health", self.health),
+            ("GET", "/ready", self.ready),
+            ("GET", "/live", self.live),
             ("GET", "/metrics", self.metrics),
         )
 
     async def chat_completions(self) -> Response:
         """POST /v1/chat/completions."""
-        body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+        incoming = cast(IncomingRequest, request)
+        arrival = incoming.arrival()
+        body = await self._body_of(incoming, arrival)
         chat = parse_chat_completion(body, self._llm.default_sampling_params)
         check_model(chat, self._name)
-        return self._stream(chat) if chat.stream else await self._whole(chat)
+        return self._stream(chat, arrival) if chat.stream else await self._whole(chat, arrival)
 
-    def _stream(self, chat: ChatCompletionRequest) -> Response:
+    async def _body_of(self, incoming: IncomingRequest, arrival: FromHeaders) -> bytes:
+        try:
+            return await incoming.body_within(arrival, self._llm.timeouts)
+        except DeadlineExceeded as error:
+            self._llm.note_unsent(
+                Ending(EndingKind.DEADLINE, str(error)),
+                arrived_at=arrival.at,
+                external_req_id=arrival.external_req_id,
+            )
+            raise
+
+    def _stream(self, chat: ChatCompletionRequest, arrival: FromHeaders) -> Response:
         async def serve(start: Callable[[], Awaitable[None]], send: Send) -> None:
             await serve_stream(
                 self._llm,
@@ -90,18 +111,19 @@ class Routes:
                 start,
                 send,
                 keep_alive_interval=self._keep_alive_interval,
+                arrival=arrival,
             )
 
         return EventStreamResponse(serve)
 
-    async def _whole(self, chat: ChatCompletionRequest) -> Response:
+    async def _whole(self, chat: ChatCompletionRequest, arrival: FromHeaders) -> Response:
         try:
             output = await self._llm.generate(
-                chat.messages, chat.params, priority=chat.priority, cache_salt=chat.cache_salt
+                chat.messages, chat.params, **request_options(chat, arrival)
             )
         except RequestEnded as error:
             partial = None if error.partial is None else self._body(chat, error.partial)
-            return error_response(error, partial)
+            return error_response(error, self._llm.health(), partial)
         return json_response(self._body(chat, output))
 
     def _body(self, chat: ChatCompletionRequest, output: RequestOutput) -> bytes:
@@ -118,13 +140,69 @@ class Routes:
         }
         return json_response(msgspec.json.encode({"object": "list", "data": [model]}))
 
+    async def requests(self) -> Response:
+        """GET /v1/requests: those that the engine has and that have not ended, oldest first."""
+        data = [_listed(stream) for stream in self._llm.live_requests()]
+        return json_response(msgspec.json.encode({"object": "list", "data": data}))
+
+    async def abort(self, shown_id: str) -> Response:
+        """DELETE /v1/requests/ID, the id as answers have it, the whole of it."""
+        request_id = request_id_of(shown_id)
+        if request_id is None or not self._llm.abort(request_id):
+            raise RequestNotFoundError(
+                f"id is {shown_id!r:.300}, which is no live request's; allowed: an id that GET "
+                "/v1/requests lists",
+                parameter="id",
+            )
+        aborted = {"id": shown_id, "object": "request", "aborted": True}
+        return json_response(msgspec.json.encode(aborted))
+
     async def health(self) -> Response:
-        """GET /health: 200 while the engine lives, else 503 with the cause."""
-        cause = self._llm.cause_of_death
-        if cause is not None:
-            return error_response(EngineDeadError(cause))
-        return json_response(b'{"status":"ok"}')
+        """GET /health: 200 while requests are taken, else 503 with the state and the cause."""
+        health = self._llm.health()
+        return _probed(health, is_well=health.state is LLMState.READY)
+
+    async def ready(self) -> Response:
+        """GET /ready: as /health, under the name that load balancers ask for."""
+        return await self.health()
+
+    async def live(self) -> Response:
+        """GET /live: 503 only where nothing but a new start of the server helps."""
+        health = self._llm.health()
+        return _probed(health, is_well=health.state is not LLMState.DEAD)
 
     async def metrics(self) -> Response:
         """GET /metrics."""
         return Response(metrics_text(self._llm), content_type=CONTENT_TYPE_LATEST)
+
+
+def _listed(stream: RequestStream) -> dict[str, Any]:
+    age = trio.current_time() - stream.submitted_at
+    return {
+        "id": completion_id(stream.request_id),
+        "object": "request",
+        "created": math.floor(time.time() - age),
+        "client_request_id": stream.external_req_id,
+        "num_prompt_tokens": len(stream.prompt_token_ids),
+        "num_output_tokens": stream.num_output_tokens,
+    }
+
+
+def _probed(health: Health, *, is_well: bool) -> Response:
+    """What a probe is answered."""
+    body: dict[str, Any] = {"status": health.state}
+    if is_well:
+        return json_response(msgspec.json.encode(body))
+    status, body["error"] = error_of(_refusal(health))
+    response = json_response(msgspec.json.encode(body), status)
+    set_retry_after(response, health.retry_after)
+    return response
+
+
+def _refusal(health: Health) -> TriolegError:
+    """What a request would be refused with at this moment."""
+    if health.state is LLMState.DEAD:
+        return EngineDeadError(health.cause)
+    if health.state is LLMState.DRAINING:
+        return ServerShutdown(health.cause)
+    return EngineUnavailableError(health.cause, retry_after=health.retry_after or 0.0)

@@ -7,8 +7,10 @@ then the connections close. The engine is not its business: ``open_llm`` wraps i
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +25,8 @@ from .app import create_app
 from .connection import ConnectionLimits, serve_connections
 
 __all__ = ["BoundServer", "bind_sockets", "serve"]
+
+_log = logging.getLogger("trioleg.server")
 
 # Linux takes less if net.core.somaxconn says so. A burst of clients should wait, not be refused.
 _BACKLOG = 1024
@@ -45,28 +49,28 @@ async def bind_sockets(config: ServerConfig) -> list[trio.socket.SocketType]:
     """Take the address before anything slow starts; ``serve`` listens on it. Until then connections
     are refused. The caller closes them, unless ``serve`` has got them.
 
-    Raises ``TriolegError`` if the address cannot be had.
+    Raises ``TriolegError`` if the address cannot be had. Cancel-safe: nothing is left open then.
     """
     sockets: list[trio.socket.SocketType] = []
     port = config.port
-    try:
-        found = await trio.socket.getaddrinfo(
-            config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        for family, kind, proto, _, address in found:
-            one = trio.socket.socket(family, kind, proto)
-            sockets.append(one)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            await one.bind((address[0], port, *address[2:]))
-            # A name with several addresses gets one port on all of them.
-            port = one.getsockname()[1]
-    except OSError as error:
-        for one in sockets:
-            one.close()
-        where = f"{config.host}:{config.port}"
-        raise TriolegError(f"cannot listen on {where}: {error.strerror or error}") from None
+    with ExitStack() as unless_all_are_bound:
+        try:
+            found = await trio.socket.getaddrinfo(
+                config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, kind, proto, _, address in found:
+                one = unless_all_are_bound.enter_context(trio.socket.socket(family, kind, proto))
+                sockets.append(one)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                await one.bind((address[0], port, *address[2:]))
+                # A name with several addresses gets one port on all of them.
+                port = one.getsockname()[1]
+        except OSError as error:
+            where = f"{config.host}:{config.port}"
+            raise TriolegError(f"cannot listen on {where}: {error.strerror or error}") from None
+        unless_all_are_bound.pop_all()
     return sockets
 
 
@@ -125,6 +129,12 @@ async def _close_when_told(llm: LLM, shutdown: trio.Event, closing: trio.Event) 
 
 
 async def _close_after_death(llm: LLM, linger: float, closing: trio.Event) -> None:
-    await llm.wait_dead()
+    try:
+        await llm.wait_dead()
+    except trio.ClosedResourceError:
+        # The block of the LLM has been left before the server has ended: there is nothing to serve.
+        closing.set()
+        return
+    _log.warning("the server answers 503 for %g s, then it ends", linger)
     await trio.sleep(linger)
     closing.set()

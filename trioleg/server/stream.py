@@ -17,11 +17,12 @@ from typing import Any, TypeAlias
 
 import trio
 
-from ..errors import RequestEnded
+from ..errors import RequestAborted, RequestEnded
 from ..outputs import Ending, EndingKind, RequestOutput
 from ..runtime.llm import LLM
 from ..runtime.request_stream import RequestStream
 from ..runtime.tracer import Tracer
+from .incoming import FromHeaders, request_options
 from .logprobs import listed_logprobs
 from .protocol import ChatCompletionRequest, error_of
 from .sse import DONE, KEEP_ALIVE, ChatCompletionFramer, error_event
@@ -37,7 +38,7 @@ SSE_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-# A client that has stopped reading gets this long to take the last frames in.
+# After a bad end, a client that has stopped reading gets this long to take the last frames in.
 _LAST_FRAMES_TIMEOUT = 2.0
 
 
@@ -49,20 +50,18 @@ async def serve_stream(
     send: Send,
     *,
     keep_alive_interval: float | None = None,
+    arrival: FromHeaders | None = None,
 ) -> None:
     """Answer ``request`` with a stream of events: ``start`` sends the status, ``send`` is ASGI's,
     ``model`` the name that the client sees. ``keep_alive_interval``: a comment is written after each
-    silence of so many seconds.
+    silence of so many seconds. ``arrival``: of the request, None: now.
 
-    Raises what ``open_stream`` and the first ``receive`` raise; nothing has been sent then. Any other
-    end is told to the client: in order, or with an error event, and ``[DONE]``. A cancel (the client
+    Raises what ``open_stream`` and the first ``receive`` raise, but for ``RequestAborted``; nothing has been
+    sent then. Any other end is told to the client: in order, or with an error event, and ``[DONE]``. A cancel (the client
     left) passes through and aborts the request.
     """
     async with llm.open_stream(
-        request.messages,
-        request.params,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
+        request.messages, request.params, **request_options(request, arrival)
     ) as stream:
         framer = ChatCompletionFramer(
             stream.request_id,
@@ -80,7 +79,7 @@ async def serve_stream(
         await start()
         with stream.serving(), suppress(trio.EndOfChannel, RequestEnded):
             await events.write_from(first)
-        with trio.move_on_after(_LAST_FRAMES_TIMEOUT):
+        with trio.move_on_after(_last_frames_timeout(stream.ending)):
             await events.write(events.last())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -122,11 +121,13 @@ class _Events:
             frames = KEEP_ALIVE if output is None else self._framed(output)
 
     async def first(self) -> bytes:
-        """The first frames, or, after a silence, a keep-alive comment. Raises as ``receive`` does."""
+        """The first frames, or, after a silence, a keep-alive comment. Raises as ``receive`` does, but an
+        abort is no error: it has nothing before its finish chunks."""
         frames = b""
-        while not frames:
-            output = await self._receive()
-            frames = KEEP_ALIVE if output is None else self._framed(output)
+        with suppress(RequestAborted):
+            while not frames:
+                output = await self._receive()
+                frames = KEEP_ALIVE if output is None else self._framed(output)
         return frames
 
     async def write(self, frames: bytes) -> None:
@@ -158,6 +159,11 @@ class _Events:
         if self._tracer is not None:
             self._tracer.on_frames(None, last)
         return self._unwritten + frames + last
+
+
+def _last_frames_timeout(ending: Ending | None) -> float:
+    """A whole answer is worth waiting for: its reader is bounded by the connection, as ever."""
+    return math.inf if ending is None or ending.error() is None else _LAST_FRAMES_TIMEOUT
 
 
 def _how_it_ended(ending: Ending | None, framer: ChatCompletionFramer) -> bytes:

@@ -1,0 +1,97 @@
+"""``IncomingRequest``: what a request brings beside its body, and its body within its time.
+
+A request's time runs from its headers, so reading a slow body counts. Until the body is there, with the
+timeouts that it may name, the header's bound and the server's own defaults hold.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+from quart_trio.wrappers import TrioRequest
+
+from ..errors import DeadlineExceeded, InvalidRequestError
+from ..runtime.arrival import RequestOptions
+from ..runtime.deadlines import until
+from ..timeouts import Timeouts
+from .protocol import ChatCompletionRequest
+
+__all__ = ["FromHeaders", "IncomingRequest", "request_options"]
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+
+# No sign, no exponent, no infinity: what people write. A billion seconds are 30 years.
+_SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?", re.ASCII)
+# A client's id for its request is a few dozen characters; a longer one is neither echoed nor logged.
+_MAX_REQUEST_ID = 256
+
+
+@dataclass(frozen=True, slots=True)
+class FromHeaders:
+    """``at``: when the headers came, on Trio's clock. ``total``: the header's bound, in seconds.
+    ``external_req_id``: the client's own name for the request."""
+
+    at: float
+    total: float | None = None
+    external_req_id: str | None = None
+
+
+class IncomingRequest(TrioRequest):
+    """A request that knows when its headers came: it is made at that moment."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.arrived_at = trio.current_time()
+
+    @property
+    def external_req_id(self) -> str | None:
+        """``X-Request-Id``, if it can be shown to people. Never a key of ours."""
+        request_id = self.headers.get("X-Request-Id")
+        if not request_id or len(request_id) > _MAX_REQUEST_ID or not request_id.isprintable():
+            return None
+        return request_id
+
+    def arrival(self) -> FromHeaders:
+        """Raises ``InvalidRequestError`` naming ``X-Request-Timeout``."""
+        return FromHeaders(self.arrived_at, self._total(), self.external_req_id)
+
+    def _total(self) -> float | None:
+        values = self.headers.getlist(TIMEOUT_HEADER)
+        if not values:
+            return None
+        text = ", ".join(values)
+        if not _SECONDS.fullmatch(text) or not float(text):
+            raise InvalidRequestError(
+                f"{TIMEOUT_HEADER} is {text!r:.60}; allowed: seconds above 0 and below 1000000000, "
+                "in digits, as 30 or 2.5",
+                parameter=TIMEOUT_HEADER,
+            )
+        return float(text)
+
+    async def body_within(self, arrival: FromHeaders, defaults: Timeouts) -> bytes:
+        """The whole body. Raises ``DeadlineExceeded`` if it takes too long, and Quart's refusals."""
+        timeouts = Timeouts(total=arrival.total).or_else(defaults)
+        deadline, overdue = until(timeouts, arrival.at)
+        with trio.move_on_at(deadline):
+            return await self.get_data(cache=False, as_text=False, parse_form_data=False)
+        raise DeadlineExceeded(overdue)
+
+
+def request_options(
+    chat: ChatCompletionRequest, arrival: FromHeaders | None = None
+) -> RequestOptions:
+    """What ``LLM.open_stream`` is told beside prompt and parameters. ``arrival`` None: it comes now."""
+    options = RequestOptions(
+        priority=chat.priority, cache_salt=chat.cache_salt, timeouts=chat.timeouts
+    )
+    if arrival is not None:
+        totals = [one for one in (chat.timeouts.total, arrival.total) if one is not None]
+        options["timeouts"] = Timeouts(
+            first_token=chat.timeouts.first_token, total=min(totals, default=None)
+        )
+        options["arrived_at"] = arrival.at
+        options["external_req_id"] = arrival.external_req_id
+    return options
