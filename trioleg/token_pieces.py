@@ -20,7 +20,7 @@ from typing import Any
 
 import tokenizers
 
-__all__ = ["TokenPieces", "num_unfinished_bytes"]
+__all__ = ["TokenPieces", "byte_level_alphabet", "num_unfinished_bytes"]
 
 
 def num_unfinished_bytes(data: bytes) -> int:
@@ -123,7 +123,7 @@ def _fallback_byte(token: str) -> bytes | None:
         return None
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's bijection between bytes and printable characters (``bytes_to_unicode`` there)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -131,4 +131,4 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-_BYTE_LEVEL = _byte_level_alphabet()
+_BYTE_LEVEL = byte_level_alphabet()

@@ -14,6 +14,7 @@ from trioleg.errors import InvalidRequestError
 from trioleg.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     EnginePoolingParams,
     FinishReason,
 )
@@ -62,6 +63,49 @@ def test_exact_steps_and_how_they_end(finish: str, reason: int) -> None:
     outputs = bench.run("r")
     assert [output.new_token_ids for output in outputs] == [[7], [], [8, 9]]
     assert outputs[-1].finish_reason == reason
+
+
+def test_silences_behind_a_requests_own_steps() -> None:
+    """They hold up that request alone."""
+    bench = Bench(token_ids=[], steps=[[7], [8], [9]], delays_s={2: 30.0})
+    bench.add("early")
+    assert [one.request_id for one in bench.step().outputs] == ["early"]
+    bench.add("late")
+    assert [one.request_id for one in bench.step().outputs] == ["early", "late"]
+    assert [one.request_id for one in bench.step().outputs] == ["late"]
+    assert bench.core.wait_s() == 30.0
+    bench.now += 30
+    assert [one.finish_reason for one in bench.step().outputs] == [FinishReason.STOP] * 2
+
+
+def test_a_script_for_each_request() -> None:
+    """Its faults count the request's own steps."""
+    faults: list[str] = []
+    scripts = {
+        "bad": Script(steps=[[4], [5]], faults=[Fault(after_steps=1, how="bad_token_id")]),
+        "last": Script(steps=[[6], [7], [8]], faults=[Fault(after_steps=2, how="raise")]),
+    }
+
+    class Chooser(ScriptedCore):
+        def script_for(self, request: EngineCoreRequest) -> Script:
+            return scripts[request.request_id]
+
+    core = Chooser(Script(token_ids=[1]), on_fault=faults.append)
+    for request_id in scripts:
+        core.add_request(make_request(request_id))
+    said = [[one.new_token_ids for one in core.step()[0].outputs] for _ in range(2)]
+    assert (said, faults) == ([[[4], [6]], [[-1], [7]]], [])
+    assert [one.new_token_ids for one in core.step()[0].outputs] == [[8]]
+    assert faults == ["raise"]
+
+
+def test_constraints_are_refused_unless_the_script_takes_them() -> None:
+    constraint = {"structured_outputs": {"regex": "a"}}
+    with pytest.raises(InvalidRequestError, match="structured_outputs"):
+        Bench().add("r", **constraint)
+    bench = Bench(takes_constraints=True)
+    bench.add("r", **constraint)
+    assert len(bench.run("r")) == 5
 
 
 def test_a_requests_own_stop_ids() -> None:
@@ -162,6 +206,18 @@ def test_faults_strike_at_their_step() -> None:
     assert bench.faults == []
     assert [output.new_token_ids for output in bench.step().outputs] == [[3], [3]]
     assert bench.faults == ["raise"]
+
+
+def test_an_error_ends_one_request() -> None:
+    bench = Bench(faults=[Fault(after_steps=1, how="error", request=1)])
+    bench.add("a")
+    bench.add("b")
+    bench.step()
+    _, failed = bench.step().outputs
+    assert (failed.request_id, failed.finish_reason) == ("b", FinishReason.ERROR)
+    assert failed.stop_reason == "the script says that this request fails"
+    assert [output.request_id for output in bench.step().outputs] == ["a"]
+    assert bench.faults == []
 
 
 @pytest.mark.parametrize(

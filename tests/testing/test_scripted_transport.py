@@ -95,7 +95,7 @@ async def test_a_process_that_is_gone(autojump_clock, how) -> None:
     with trio.move_on_after(1_000) as waited:
         await transport.receive()
     assert waited.cancelled_caught
-    assert await transport.wait_unreachable() == "its process is gone"
+    assert await transport.wait_lost() == "its process is gone"
     assert add(transport, "s") is False
 
 
@@ -119,8 +119,10 @@ async def test_a_hand_in_it(autojump_clock) -> None:
     assert add(transport, "r") is True
     transport.inject([b"anything", b"aux"])
     assert await transport.receive() == [b"anything", b"aux"]
+    assert await transport.wait_lost() == "a message to it could not leave"
+    await transport.wait_back()
     transport.make_unreachable("cut")
-    assert await transport.wait_unreachable() == "cut"
+    assert await transport.wait_lost() == "cut"
     await transport.aclose()
     with pytest.raises(trio.ClosedResourceError):
         await transport.receive()

@@ -19,7 +19,7 @@ from ..errors import InvalidRequestError
 
 __all__ = ["Fault", "FaultKind", "Script", "load_script"]
 
-FaultKind = Literal["raise", "exit", "sigkill", "hang", "bad_token_id"]
+FaultKind = Literal["raise", "exit", "sigkill", "hang", "bad_token_id", "error"]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,7 +27,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     "raise": the step raises. "exit": the process leaves at once, with status 3. "sigkill": it is
     killed. "hang": the step never returns. "bad_token_id": request number ``request`` (in the order
-    of arrival, from 0) gets ``token_id`` as its next token, and nothing else happens.
+    of arrival, from 0) gets ``token_id`` as its next token, and nothing else happens. "error": the engine
+    reports an error for that request, which ends it alone.
     """
 
     after_steps: int
@@ -44,7 +45,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     one the request ends with ``finish``:
     "stop" makes the last token a stop token, whose text is hidden; "length" does not. ``first_token_delay_s`` runs from a request's admission;
     ``prefill_chunks`` are steps without tokens before its first. ``step_interval_s`` is between two
-    steps, 0: as fast as it can. ``num_gpu_blocks`` None is enough for ``max_num_seqs`` requests of
+    steps, 0: as fast as it can; ``delays_s`` are for a request's own steps, by how many it has had: {3: 2.0} is a
+    silence of 2 s, or more, behind the third. ``num_gpu_blocks`` None is enough for ``max_num_seqs`` requests of
     full length. ``load_s`` is how long the start takes, and ``load_error`` the error that ends it.
 
     Logprobs are made up, as ``scripted_logprobs.py`` says: the token of rank r has −r, a token's own
@@ -52,7 +54,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     token in ``odd_logprobs`` has the logprob given there instead, wherever it stands.
 
     ``pooling`` is the vector that answers every request with pooling_params (those of task "embed",
-    the first ``dimensions`` of it); without it these are refused.
+    the first ``dimensions`` of it); without it these are refused. ``takes_constraints``: requests for structured
+    outputs are served, too; that the tokens fit is then up to whoever writes the script.
     """
 
     token_ids: list[int] = []
@@ -60,6 +63,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokens_per_step: int = 1
     step_interval_s: float = 0.0
     first_token_delay_s: float = 0.0
+    delays_s: dict[int, float] = {}
     prefill_chunks: int = 0
     finish: Literal["length", "stop"] = "stop"
     max_num_seqs: int = 64
@@ -71,6 +75,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     faults: list[Fault] = []
     odd_logprobs: dict[int, Literal["nan", "-inf", "inf"]] = {}
     pooling: list[float] = []
+    takes_constraints: bool = False
 
     def __post_init__(self) -> None:
         if bool(self.token_ids) == bool(self.steps):
@@ -79,6 +84,10 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; allowed: at least {least}")
+
+        for place, delay in self.delays_s.items():
+            if not delay >= 0:
+                raise ValueError(f"delays_s[{place}] is {delay}; allowed: at least 0")
 
     @property
     def blocks(self) -> int:

@@ -41,6 +41,8 @@ __all__ = [
 
 # The wire's layout that ``messages`` writes: a head reads positions by this version.
 _WIRE_VERSION = "0.32.0"
+# Faults that strike in the request's own step.
+_OF_ONE_REQUEST = ("bad_token_id", "error")
 _UTILITIES = {
     "reset_prefix_cache": True,
     "reset_mm_cache": None,
@@ -70,8 +72,12 @@ def start_scripted_core(script: Script) -> ScriptedCore:
 class ScriptedCore:
     """Plays ``script``. See ``Core`` for the methods.
 
-    ``clock`` gives seconds; ``on_fault`` gets every fault but "bad_token_id", in the middle of a
-    step, whose outputs are lost if it does not return.
+    ``clock`` gives seconds; ``on_fault`` gets every fault but those of one request ("bad_token_id", "error"), in the
+    middle of a step, whose outputs are lost if it does not return.
+
+    A subclass may give each request a script of its own (``script_for``) and hold requests back
+    (``is_due``). What these scripts say of the engine as a whole does not count; their faults strike
+    when the request itself has had ``after_steps`` steps.
     """
 
     def __init__(
@@ -107,9 +113,19 @@ class ScriptedCore:
                 "request_id is that of a request in progress, which ends too; allowed: a fresh one",
                 parameter="request_id",
             )
-        number = next(self._arrivals)
-        accepted = accept_request(request, self._script, number=number, now=self._clock())
+        number, script = next(self._arrivals), self.script_for(request)
+        accepted = accept_request(request, script, number=number, now=self._clock())
+        if script is not self._script:
+            accepted.faults = sorted(script.faults, key=lambda fault: fault.after_steps)
         self._waiting.append(accepted)
+
+    def script_for(self, request: EngineCoreRequest) -> Script:  # noqa: ARG002 - a subclass looks
+        """What ``request`` is answered with. May raise ``InvalidRequestError``, which refuses it."""
+        return self._script
+
+    def is_due(self, request: ScriptedRequest, now: float) -> bool:
+        """Whether the request has a part in a step at ``now``."""
+        return request.ready_at <= now
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -122,10 +138,15 @@ class ScriptedCore:
             if request.client_index == client_index:
                 self._drop(request)
 
-    def finish_all(self) -> None:
+    def finish_all(self, stop_reason: str | None = None) -> None:
         for request in self._live():
             self._drop(request)
-            output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+            output = EngineCoreOutput(
+                request.request_id,
+                [],
+                finish_reason=FinishReason.ABORT,
+                stop_reason=stop_reason,
+            )
             self._reports.append((request.client_index, output))
 
     def _live(self) -> list[ScriptedRequest]:
@@ -153,7 +174,7 @@ class ScriptedCore:
             request = self._waiting.popleft()
             self._free_blocks -= request.blocks
             request.admitted_at = now
-            request.ready_at = now + self._script.first_token_delay_s
+            request.ready_at = now + request.script.first_token_delay_s
             self._running[request.request_id] = request
 
     def wait_s(self) -> float | None:
@@ -183,7 +204,7 @@ class ScriptedCore:
 
     def _run_batch(self, by_client: dict[int, EngineCoreOutputs]) -> None:
         now = self._clock()
-        batch = [request for request in self._running.values() if request.ready_at <= now]
+        batch = [request for request in self._running.values() if self.is_due(request, now)]
         if not batch:
             return
         interval = self._script.step_interval_s
@@ -195,7 +216,8 @@ class ScriptedCore:
             if request.prefill_left:
                 request.prefill_left -= 1
                 continue
-            output = request.advance()
+            self._work_off_faults_of(request)
+            output = request.advance(now)
             _outputs_of(by_client, request.client_index).outputs.append(output)
             if output.finish_reason is not None:
                 self._drop(request)
@@ -204,11 +226,20 @@ class ScriptedCore:
     def _work_off_faults(self) -> None:
         while self._faults and self._faults[0].after_steps <= self._steps:
             fault = self._faults.pop(0)
-            if fault.how != "bad_token_id":
+            if fault.how not in _OF_ONE_REQUEST:
                 self._on_fault(fault.how)
+                continue
             for request in self._running.values():
-                if fault.how == "bad_token_id" and request.number == fault.request:
-                    request.bad_token_id = fault.token_id
+                if request.number == fault.request:
+                    request.fault = fault
+
+    def _work_off_faults_of(self, request: ScriptedRequest) -> None:
+        while request.faults and request.faults[0].after_steps <= request.num_steps:
+            fault = request.faults.pop(0)
+            if fault.how in _OF_ONE_REQUEST:
+                request.fault = fault
+            else:
+                self._on_fault(fault.how)
 
     def _stats(self) -> SchedulerStats:
         return SchedulerStats(

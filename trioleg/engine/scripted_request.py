@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from ..errors import InvalidRequestError
 from ..messages import (
@@ -22,12 +22,14 @@ from ..messages import (
     NdArray,
     PrefillStats,
 )
-from .script import Script
+from .script import Fault, Script
 from .scripted_logprobs import score
 
 __all__ = ["ScriptedRequest", "accept_request"]
 
+_FAILURE = "the script says that this request fails"
 _NEEDS_A_MODEL = ("logprob_token_ids", "structured_outputs")
+_CONSTRAINT = "structured_outputs"
 # As the torch engine's: vLLM's default for max_logprobs.
 _MAX_LOGPROBS = 20
 
@@ -37,38 +39,46 @@ _MAX_LOGPROBS = 20
 class ScriptedRequest:
     """``limit`` is how many tokens max_tokens and the context leave room for, ``blocks`` what these
     and the prompt take, ``number`` counts arrivals from 0. Times are the core's clock. ``pooling`` is
-    the whole answer of a pooling request, which has no steps and only the default ``params``."""
+    the whole answer of a pooling request, which has no steps and only the default ``params``.
+    ``faults`` are those that wait for the request's own ``num_steps``, ``fault`` the one that strikes in the next."""
 
     number: int
     request_id: str
     client_index: int
     prompt: list[int]
     params: EngineSamplingParams
+    script: Script
     limit: int
     blocks: int
     # The ids of each step, and whether it is the script's last.
     steps: Iterator[tuple[list[int], bool]]
-    finish: FinishReason
     pooling: list[float]
-    odd_logprobs: Mapping[int, str]
     prefill_left: int
     arrived_at: float
     admitted_at: float = 0.0
     ready_at: float = 0.0
     made: int = 0
-    bad_token_id: int | None = None
+    num_steps: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    fault: Fault | None = None
 
-    def advance(self) -> EngineCoreOutput:
-        """The next step's output; the last one has a finish_reason."""
+    def advance(self, now: float) -> EngineCoreOutput:
+        """The next step's output; the last one has a finish_reason. ``now`` is the core's clock."""
+        self.num_steps += 1
+        self.ready_at = now + self.script.delays_s.get(self.num_steps, 0.0)
+        fault, self.fault = self.fault, None
+        if fault is not None and fault.how == "error":
+            return EngineCoreOutput(
+                self.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=_FAILURE
+            )
         if self.pooling:
             return self._pool()
         ids, is_last = next(self.steps)
-        if self.bad_token_id is not None:
-            ids = [self.bad_token_id, *ids[1:]]
-            self.bad_token_id = None
+        if fault is not None:
+            ids = [fault.token_id, *ids[1:]]
         ids, reason, stop_id = self._end_in(ids)
         if reason is None and is_last:
-            reason = self.finish
+            reason = FinishReason[self.script.finish.upper()]
         output = EngineCoreOutput(self.request_id, ids, finish_reason=reason, stop_reason=stop_id)
         if ids:
             self._add_logprobs(output)
@@ -89,9 +99,9 @@ class ScriptedRequest:
     def _add_logprobs(self, output: EngineCoreOutput) -> None:
         k, prompt_k = self.params.logprobs, self.params.prompt_logprobs
         if k is not None:
-            output.new_logprobs = score(output.new_token_ids, k, self.odd_logprobs).lists()
+            output.new_logprobs = score(output.new_token_ids, k, self.script.odd_logprobs).lists()
         if prompt_k is not None and self.made == 0:
-            rows = score(self.prompt[1:], prompt_k, self.odd_logprobs)
+            rows = score(self.prompt[1:], prompt_k, self.script.odd_logprobs)
             output.new_prompt_logprobs_tensors = rows.tensors()
 
     def _end_in(self, ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
@@ -121,7 +131,7 @@ def accept_request(
     request: EngineCoreRequest, script: Script, *, number: int, now: float
 ) -> ScriptedRequest:
     """The request as ``script`` serves it. Raises ``InvalidRequestError`` if it cannot be served."""
-    params, prompt = _params(request), request.prompt_token_ids or []
+    params, prompt = _params(request, script), request.prompt_token_ids or []
     pooling = _pooling(request.pooling_params, script)
     # A pooling request needs no room for a token of its own.
     longest = script.max_model_len - (0 if pooling else 1)
@@ -140,24 +150,24 @@ def accept_request(
         client_index=request.client_index,
         prompt=prompt,
         params=params,
+        script=script,
         limit=limit,
         blocks=blocks,
         steps=_play(script),
-        finish=FinishReason[script.finish.upper()],
         pooling=pooling,
-        odd_logprobs=script.odd_logprobs,
         prefill_left=script.prefill_chunks,
         arrived_at=now,
     )
 
 
-def _params(request: EngineCoreRequest) -> EngineSamplingParams:
+def _params(request: EngineCoreRequest, script: Script) -> EngineSamplingParams:
     if (request.sampling_params is None) == (request.pooling_params is None):
         value = "not there" if request.sampling_params is None else "there with pooling_params"
         raise _refusal("sampling_params", value, "one of sampling_params and pooling_params")
     params = request.sampling_params or EngineSamplingParams()
     for name in _NEEDS_A_MODEL:
-        if getattr(params, name) is not None:
+        is_taken = script.takes_constraints and name == _CONSTRAINT
+        if getattr(params, name) is not None and not is_taken:
             raise _refusal(name, getattr(params, name), "None, since this engine has no model")
     for name in ("logprobs", "prompt_logprobs"):
         k = getattr(params, name)

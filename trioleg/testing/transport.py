@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -34,20 +34,33 @@ class ScriptedTransport:
     ``ready`` is what a handshake would have given; ``core`` the engine; ``sent`` every message that
     the engine got, as (type, body). Of a script's faults, "raise" makes the engine send the death
     sentinel, "exit" and "sigkill" make it unreachable, "hang" silent; then it does nothing more.
+    ``make_core`` makes an engine of another kind than ``ScriptedCore``, with the same arguments.
     """
 
-    def __init__(self, script: Script, *, engine_index: int = 0) -> None:
-        self.core = ScriptedCore(script, clock=trio.current_time, on_fault=self._on_fault)
+    def __init__(
+        self,
+        script: Script,
+        *,
+        engine_index: int = 0,
+        make_core: Callable[..., ScriptedCore] = ScriptedCore,
+    ) -> None:
+        self.core = make_core(script, clock=trio.current_time, on_fault=self._on_fault)
         self.ready = self.core.ready
         self.sent: list[tuple[EngineCoreRequestType, bytes]] = []
+        # The next engine's, once this one's has been closed: see ``open_scripted_llm``.
+        self.successor: ScriptedTransport | None = None
         self._loop = BusyLoop(self.core, self._hand_on, engine_index=engine_index)
         self._encoder = OutputEncoder()
         self._messages: deque[list[bytes | memoryview]] = deque()
         self._news = trio.lowlevel.ParkingLot()
         self._is_running = True
         self._is_reachable = True
-        self._unreachable = trio.Event()
-        self._why_unreachable = ""
+        self._contact = trio.lowlevel.ParkingLot()
+        self._lost: str | None = None
+        self._is_output_lost = False
+        # As ``Transport.is_local``; False for one that plays a machine further away.
+        self.is_local = True
+        self._output_breaks = 0
         self._is_closed = False
 
     async def receive(self) -> list[bytes | memoryview]:
@@ -77,16 +90,41 @@ class ScriptedTransport:
     def send(self, message_type: EngineCoreRequestType, body: bytes) -> bool:
         """As ``Transport.send``: False while the engine cannot be reached."""
         if not self._is_reachable or self._is_closed:
+            if not self._is_closed:
+                self._lose("a message to it could not leave")
             return False
         self.sent.append((message_type, body))
         take_message([message_type.value, body], self._loop, clients=1)
         self._news.unpark_all()
         return True
 
-    async def wait_unreachable(self) -> str:
-        """As ``Transport.wait_unreachable``."""
-        await self._unreachable.wait()
-        return self._why_unreachable
+    async def wait_lost(self) -> str:
+        """As ``Transport.wait_lost``."""
+        await trio.lowlevel.checkpoint()
+        while self._lost is None:
+            await self._contact.park()
+        return self._lost
+
+    async def wait_back(self) -> None:
+        """As ``Transport.wait_back``."""
+        await trio.lowlevel.checkpoint()
+        while not self._is_reachable:
+            await self._contact.park()
+        self._lost = None
+
+    @property
+    def is_output_lost(self) -> bool:
+        """As ``Transport.is_output_lost``."""
+        return self._is_output_lost
+
+    @property
+    def output_breaks(self) -> int:
+        """As ``Transport.output_breaks``."""
+        return self._output_breaks
+
+    def _lose(self, why: str) -> None:
+        self._lost = self._lost or why
+        self._contact.unpark_all()
 
     async def aclose(self) -> None:
         """As ``Transport.aclose``."""
@@ -107,12 +145,30 @@ class ScriptedTransport:
     def refuse_sends(self, *, refuse: bool = True) -> None:
         """Lets sends fail, as while a connection is down for a moment; False ends that."""
         self._is_reachable = not refuse
+        self._contact.unpark_all()
+
+    def freeze(self, why: str = "its input connection is lost") -> None:
+        """Stops the engine where it stands: no step, no answer, no way to it; ``thaw`` lets it go on."""
+        self._is_running = self._is_reachable = False
+        self._lose(why)
+
+    def thaw(self) -> None:
+        """The end of ``freeze``: it goes on as if nothing had been."""
+        self._is_running = self._is_reachable = True
+        self._contact.unpark_all()
+        self._news.unpark_all()
+
+    def break_outputs(self) -> None:
+        """The output leg's connection breaks, and is there again at once: outputs may have been lost."""
+        self._output_breaks += 1
+        self._lose("its output connection is lost")
 
     def make_unreachable(self, why: str = "its transport was cut") -> None:
-        """Cuts the engine off for good: sends fail, and ``wait_unreachable`` returns ``why``."""
+        """Cuts the engine off for good, as its process's end does: both legs are closed."""
         self._is_running = self._is_reachable = False
-        self._why_unreachable = why
-        self._unreachable.set()
+        self._is_output_lost = True
+        self._output_breaks += 1
+        self._lose(why)
 
     def _hand_on(self, client_index: int, outputs: EngineCoreOutputs) -> None:
         assert client_index == 0, "a scripted transport has one client"
