@@ -19,7 +19,7 @@ def invoke(*arguments: str):
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["batch", "chat", "engine", "models", "pull", "serve", "trace"]
+    assert COMMANDS == ["batch", "bench", "chat", "engine", "models", "pull", "serve", "trace"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

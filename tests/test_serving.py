@@ -113,7 +113,7 @@ def test_the_engines_death_is_no_success(smollm2, tmp_path) -> None:
     with serve_scripted(tmp_path) as (server, engine):
         url = url_of(server)
         engine.process.kill()
-        wait_until(lambda: httpx2.get(f"{url}/health", trust_env=False).status_code == 503)
+        wait_until(lambda: httpx2.get(f"{url}/live", trust_env=False).status_code == 503)
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 1
     assert server.stderr.splitlines()[-1].startswith("trioleg: engine 0 is dead: ")

@@ -1,4 +1,4 @@
-"""The command line: ``trioleg serve``, ``engine``, ``chat``, ``batch``, ``trace``, ``pull``, ``models``.
+"""The command line: ``trioleg serve``, ``engine``, ``chat``, ``batch``, ``trace``, ``pull``, ``models``, ``bench``.
 
 Rules of this file: at the top only what is light. A command imports what it runs on when it runs, so
 that ``--help`` answers at once and no command loads another's weight. stdout is for what a command was
@@ -29,8 +29,11 @@ from .config import (
     ServerConfig,
 )
 from .errors import TriolegError
+from .timeouts import Timeouts
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from .engine.interface import Core
 
 __all__ = ["commands", "main"]
@@ -179,6 +182,38 @@ def _engine_options(command: _Command) -> _Command:
     help="Write a comment into a stream after so much silence, for proxies that would cut it.",
 )
 @click.option(
+    "--first-token-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="End a request that has no token by then, unless it names a time of its own.",
+)
+@click.option(
+    "--total-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="End a request that is not complete by then, unless it names a time of its own.",
+)
+@click.option(
+    "--start-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=LLMConfig().start_timeout,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give an engine up that is not ready by then.",
+)
+@click.option(
+    "--restart-engine",
+    is_flag=True,
+    help="Start the engine again when it has died; requests get 503 and Retry-After meanwhile.",
+)
+@click.option(
+    "--max-engine-restarts",
+    type=click.IntRange(min=1),
+    default=LLMConfig().max_engine_restarts,
+    show_default=True,
+    help="End the server when the engine dies once more than that in a row.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(("debug", "info", "warning", "error")),
     default="info",
@@ -197,6 +232,11 @@ def serve(
     stream_interval: int,
     detokenizer: str,
     sse_keep_alive: float | None,
+    first_token_timeout: float | None,
+    total_timeout: float | None,
+    start_timeout: float,
+    restart_engine: bool,
+    max_engine_restarts: int,
     log_level: str,
     **engine: Any,
 ) -> None:
@@ -204,7 +244,8 @@ def serve(
     directory, a GGUF file, or OWNER/NAME on the hub; fetched or converted if it has not been yet.
 
     Prints one ready line and a curl line to try. SIGINT and SIGTERM end it in good order, with exit
-    code 0.
+    code 0; a second one does not wait. If the engine dies, requests get 503 for ten seconds, then it ends with
+    exit code 1, unless --restart-engine starts another.
 
     \b
     Example:
@@ -218,7 +259,13 @@ def serve(
         _refuse_engine_options(context, engine)
     hear = _leave_at_signals()
     llm_config = LLMConfig(
-        engine=EngineConfig(**engine), stream_interval=stream_interval, detokenizer=detokenizer
+        engine=EngineConfig(**engine),
+        stream_interval=stream_interval,
+        detokenizer=detokenizer,
+        timeouts=Timeouts(first_token=first_token_timeout, total=total_timeout),
+        start_timeout=start_timeout,
+        restart_engine=restart_engine,
+        max_engine_restarts=max_engine_restarts,
     )
     server_config = ServerConfig(
         host=host,
@@ -543,7 +590,6 @@ def trace(
     _make_ready(model, weights=ids is None)
 
     import trio
-    from rich.console import Console
 
     from .trace import trace_request
     from .trace_table import show_trace
@@ -555,7 +601,7 @@ def trace(
     if as_json:
         click.echo(made.to_json())
     else:
-        show_trace(made, Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH))
+        show_trace(made, _console())
     if any(frame.kind == "error" for frame in made.frames):
         sys.exit(1)
 
@@ -620,3 +666,130 @@ def chat(
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     sys.exit(0 if went_well else 1)
+
+
+@commands.group(short_help="Measure what endings cost.")
+def bench() -> None:
+    """Measure the way between engine and client from outside, with real processes and the scripted engine.
+
+    \b
+    Example:
+      trioleg bench endings --only disconnect
+    """
+
+
+_bench_model = click.option(
+    "--model",
+    default=model_store.DEFAULT_MODEL,
+    show_default=True,
+    help="As for serve; only its tokenizer is needed.",
+)
+_bench_json = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of tables.")
+_ENDINGS = ("disconnect", "kill-engine", "stop-engine", "kill-front-end")
+
+
+@bench.command(short_help="How fast they hear of it who must.")
+@click.option(
+    "--tries",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Kills and stops of each kind; disconnects, which are quick, ten times as many.",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice(_ENDINGS),
+    help="Only this; may be given again. By default all, which takes minutes.",
+)
+@_bench_model
+@_bench_json
+def endings(tries: int, only: tuple[str, ...], model: str, as_json: bool) -> None:
+    """Measure how long it takes from what ends requests to those who must hear of it.
+
+    A client that leaves until the engine has the ABORT; an engine that is killed until its last client has
+    been told, or stopped until /health says so; a front end that is killed until its engine is gone.
+
+    \b
+    Example:
+      trioleg bench endings --tries 5 --only kill-engine --only stop-engine
+    """
+    import msgspec
+
+    from .bench.endings import measure_endings
+    from .bench.measurement import show_measurements
+
+    measured = _run_bench(model, measure_endings, tries, only, _tell)
+    if as_json:
+        click.echo(msgspec.json.encode([one.summary() for one in measured]))
+    else:
+        show_measurements(measured, _console())
+
+
+@bench.command(short_help="Many clients that leave, engines that die.")
+@click.option("--requests", type=click.IntRange(min=1), default=20_000, show_default=True)
+@click.option(
+    "--clients", type=click.IntRange(min=1), default=64, show_default=True, help="At a time."
+)
+@click.option(
+    "--kills",
+    type=click.IntRange(min=0, max=LLMConfig().max_engine_restarts),
+    default=3,
+    show_default=True,
+    help="Engines that are killed in between.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of who leaves when.")
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Stop by then, whatever has been done.",
+)
+@_bench_model
+@_bench_json
+def churn(model: str, as_json: bool, **settings: Any) -> None:
+    """Let clients come and leave at random points, kill engines meanwhile, and see that nothing is left.
+
+    Prints how the requests ended and what memory, descriptors and states the server has then. Exit code 1
+    if a request ended in a way that it must not, or if something is left.
+
+    \b
+    Example:
+      trioleg bench churn --requests 2000 --kills 1
+    """
+    import msgspec
+
+    from .bench.churn import Churn, run_churn, show_churn
+
+    asked = Churn(**settings)
+    report = _run_bench(model, run_churn, asked, _tell)
+    if as_json:
+        click.echo(msgspec.json.encode(report.summary()))
+    else:
+        show_churn(report, _console())
+    if faults := report.faults(asked):
+        raise TriolegError("; ".join(faults))
+
+
+def _run_bench(model: str, measure: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``measure`` returns. SIGTERM is as good as Ctrl-C: every program ends, then this one does."""
+    import trio
+
+    _make_ready(model, weights=False)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        return trio.run(measure, model, *arguments)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+
+
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
