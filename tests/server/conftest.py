@@ -1,0 +1,21 @@
+"""Fixtures for the server's tests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from ending_lines import EndingLines
+
+
+@pytest.fixture
+def ending_lines() -> Iterator[EndingLines]:
+    """What the log says of requests that end during the test."""
+    handler, logger = EndingLines(), logging.getLogger("trioleg.requests")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.setLevel(before)
+    logger.removeHandler(handler)
