@@ -14,6 +14,10 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 PRINTED = {
     "embed.py": r"The capital of France is Paris\.\n\d+ tokens, (stop|length)\ncut short: True\n",
+    "endings.py": (
+        r"state: ready\ndeadline: the request was not complete after 1 s, .*; some words had come\n"
+        r"aborted: True\nreader: the request was aborted by its id\ntokens: 5\n"
+    ),
     "offline_batch.py": r"The capital of France is Paris\.\n.*\nfailed: prompt has 0 tokens; .*\n",
     "structured.py": r"\['capital', 'city'\]\n(Paris|Rome)\nrefused: structured_outputs.regex\n",
     "own_server.py": r"serving smollm2-135m with up to \d+ tokens\nThe capital of France is Paris\.\n",
