@@ -1,0 +1,202 @@
+"""``trioleg serve``."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from .. import model_store
+from ..config import DETOKENIZERS, EngineConfig, LLMConfig, ServerConfig
+from ..timeouts import Timeouts
+from .group import commands
+from .models import make_ready
+from .options import engine_options, log_to_stderr
+
+__all__ = ["serve"]
+
+_SERVER = ServerConfig()
+
+
+@commands.command(short_help="Serve a model over HTTP.")
+@click.argument("model", default=model_store.DEFAULT_MODEL)
+@click.option("--host", default=_SERVER.host, show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=_SERVER.port,
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
+)
+@click.option("--served-model-name", metavar="NAME", help="The model's name in the API.")
+@engine_options
+@click.option(
+    "--attach",
+    metavar="ADDRESS",
+    help="Wait at tcp://127.0.0.1:PORT (or ipc://PATH) for an engine that somebody else starts.",
+)
+@click.option(
+    "--stream-interval",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Streams get an output only every that many tokens; the first and the last at once.",
+)
+@click.option(
+    "--detokenizer",
+    type=click.Choice(DETOKENIZERS),
+    default=DETOKENIZERS[0],
+    show_default=True,
+    help="Which of the two implementations decodes.",
+)
+@click.option(
+    "--sse-keep-alive",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Write a comment into a stream after so much silence, for proxies that would cut it.",
+)
+@click.option(
+    "--first-token-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="End a request that has no token by then, unless it names a time of its own.",
+)
+@click.option(
+    "--total-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="End a request that is not complete by then, unless it names a time of its own.",
+)
+@click.option(
+    "--start-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=LLMConfig().start_timeout,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give an engine up that is not ready by then.",
+)
+@click.option(
+    "--restart-engine",
+    is_flag=True,
+    help="Start the engine again when it has died; requests get 503 and Retry-After meanwhile.",
+)
+@click.option(
+    "--max-engine-restarts",
+    type=click.IntRange(min=1),
+    default=LLMConfig().max_engine_restarts,
+    show_default=True,
+    help="End the server when the engine dies once more than that in a row.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(("debug", "info", "warning", "error")),
+    default="info",
+    show_default=True,
+    help="What goes to stderr; at info, a line for each request's ending and, every 10 s, the load.",
+)
+@click.pass_context
+def serve(
+    context: click.Context,
+    /,
+    model: str,
+    host: str,
+    port: int,
+    served_model_name: str | None,
+    attach: str | None,
+    stream_interval: int,
+    detokenizer: str,
+    sse_keep_alive: float | None,
+    first_token_timeout: float | None,
+    total_timeout: float | None,
+    start_timeout: float,
+    restart_engine: bool,
+    max_engine_restarts: int,
+    log_level: str,
+    **engine: Any,
+) -> None:
+    """Serve MODEL over HTTP, as OpenAI's API: a name that `trioleg models` lists, a Hugging Face
+    directory, a GGUF file, or OWNER/NAME on the hub; fetched or converted if it has not been yet.
+
+    Prints one ready line and a curl line to try. SIGINT and SIGTERM end it in good order, with exit
+    code 0; a second one does not wait. If the engine dies, requests get 503 for ten seconds, then it ends with
+    exit code 1, unless --restart-engine starts another.
+
+    \b
+    Example:
+      trioleg serve smollm2-135m --port 9000
+    With an engine of vLLM's, started on its own:
+      trioleg serve ./model --attach tcp://127.0.0.1:29550
+      vllm serve ./model --headless --data-parallel-address 127.0.0.1 \\
+          --data-parallel-rpc-port 29550
+    """
+    if attach is not None:
+        _refuse_engine_options(context, engine)
+    hear = _leave_at_signals()
+    llm_config = LLMConfig(
+        engine=EngineConfig(**engine),
+        stream_interval=stream_interval,
+        detokenizer=detokenizer,
+        timeouts=Timeouts(first_token=first_token_timeout, total=total_timeout),
+        start_timeout=start_timeout,
+        restart_engine=restart_engine,
+        max_engine_restarts=max_engine_restarts,
+    )
+    server_config = ServerConfig(
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        sse_keep_alive_interval=sse_keep_alive,
+    )
+    make_ready(model, weights=attach is None)
+
+    log_to_stderr(log_level)
+
+    import trio
+
+    from ..serving import run_server
+
+    try:
+        trio.run(run_server, model, llm_config, server_config, attach, hear)
+    finally:
+        # Python gives signals their default back while it shuts down, but not those that are ignored.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _leave_at_signals() -> Callable[[], None]:
+    """What SIGINT and SIGTERM do while no receiver of Trio's hears them.
+
+    Before it does (a model is being fetched) they end the program, in good order: exit code 0. Once
+    it has (the function returned is called then), the program is ending anyway: nothing.
+    """
+    heard = False
+
+    def hear() -> None:
+        nonlocal heard
+        heard = True
+
+    def leave(_number: int, _frame: object) -> None:
+        if not heard:
+            hear()
+            raise SystemExit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
+    return hear
+
+
+# What the front end must know of an engine that somebody else starts, to refuse what it would not take.
+_ALSO_OF_THE_FRONT_END = ("max_logprobs", "scheduling_policy")
+
+
+def _refuse_engine_options(context: click.Context, engine: dict[str, Any]) -> None:
+    for name in engine:
+        if name in _ALSO_OF_THE_FRONT_END:
+            continue
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(
+                f"{option} is for an engine that we start; with --attach give it to the engine itself"
+            )
