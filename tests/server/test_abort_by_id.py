@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from scripted_app import Answer, ScriptedApp, call, open_app
@@ -17,7 +18,12 @@ from test_streaming_protocol import play
 from trio.testing import MockClock
 
 from trioleg.config import ServerConfig
-from trioleg.messages import EngineCoreRequestType
+from trioleg.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    FinishReason,
+)
 
 ENDLESS = play(*("a", "b", "c") * 300)
 # One at a time: the second request waits in the engine's queue.
@@ -196,3 +202,24 @@ async def test_a_name_that_cannot_be_shown(
     assert b"x-request-id" not in answer.headers
     (line,) = [one.message for one in caplog.records]
     assert "(" not in line
+
+
+@pytest.mark.parametrize(("by_engine", "may_repeat"), [(True, True), (False, False)])
+async def test_only_an_abort_by_id_asks_not_to_be_repeated(
+    autojump_clock: MockClock, by_engine: bool, may_repeat: bool
+) -> None:
+    """Through the whole leg: an engine that aborts by itself (a stock one that is told to leave) is not somebody
+    who wants the request to end."""
+    async with open_app(play("a", first_token_delay_s=60.0)) as app, trio.open_nursery() as nursery:
+        answer = Answer()
+        nursery.start_soon(app.ask, answer)
+        await trio.sleep(1)
+        (stream,) = app.llm.live_requests()
+        if by_engine:
+            output = EngineCoreOutput(stream.request_id, [], finish_reason=FinishReason.ABORT)
+            message = EngineCoreOutputs(outputs=[output], timestamp=1.0)
+            app.transport.inject([msgspec.msgpack.encode(message)])
+        else:
+            assert app.llm.abort(stream.request_id)
+    assert (answer.status, answer.error["code"]) == (500, "request_aborted")
+    assert (answer.headers.get(b"x-should-retry") != b"false") is may_repeat

@@ -17,7 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import trio
@@ -322,7 +322,7 @@ class EngineLink(EngineUtilities):
         for request_id, ending in processed.endings:
             stream = self._streams.get(request_id)
             if stream is not None:
-                stream.end(ending)
+                stream.end(replace(ending, engine=self.rank))
         for request_id in processed.unknown:
             self._meet_stranger(request_id)
 
