@@ -206,3 +206,36 @@ def test_handing_on_after_trio_has_gone_raises_nothing() -> None:
         return OutputSender([], on_client_behind=lambda _: None)
 
     trio.run(make).hand_on(0, outputs(1))
+
+
+async def test_a_client_that_falls_behind_is_waited_for() -> None:
+    """It takes what it can hold; the rest stays here, and slows the engine down until it has been read."""
+    many = 6000
+    async with open_clients(1) as clients, trio.open_nursery() as nursery:
+        sender = OutputSender(clients.pushes, on_client_behind=lambda _: None)
+        nursery.start_soon(sender.run)
+        assert sender.pause_s() == 0
+        for number in range(many):
+            sender.hand_on(0, outputs(number, size=2000))
+        with trio.fail_after(GENEROUS_S):
+            await wait_until(lambda: sender.statistics().queued == 0)
+            assert sender.pause_s() > 0
+            for number in range(many):
+                message = decode_outputs(await clients.pulls[0].recv_multipart())
+                assert message.outputs[0].request_id == f"r{number}"
+            await wait_until(lambda: sender.statistics().bytes_in_flight == (0,))
+        assert sender.pause_s() == 0
+        sender.finish()
+
+
+async def test_one_of_two_clients_slows_nobody_down() -> None:
+    async with open_clients(2) as clients, trio.open_nursery() as nursery:
+        sender = OutputSender(clients.pushes, on_client_behind=lambda _: None)
+        nursery.start_soon(sender.run)
+        for number in range(6000):
+            sender.hand_on(0, outputs(number, size=2000))
+        with trio.fail_after(GENEROUS_S):
+            await wait_until(lambda: sender.statistics().queued == 0)
+        assert sender.statistics().bytes_in_flight[0] > 2**23
+        assert sender.pause_s() == 0
+        sender.finish()

@@ -101,7 +101,7 @@ async def test_ten_thousand_steps_while_the_reader_sleeps_are_one_output(
             assert output.outputs[0].token_ids == ids("a") * steps
             assert output.finished
             assert statistics.num_merges == steps - 1
-            assert statistics.num_bytes == statistics.max_num_bytes < 40 * steps
+            assert statistics.num_bytes <= statistics.max_num_bytes < 8 * steps
             with pytest.raises(trio.EndOfChannel):
                 await stream.receive()
 

@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class BusyLoop:
-    """Steps ``core`` while there is work. ``hand_on(client_index, outputs)`` takes what it makes.
+    """Steps ``core`` while there is work. ``hand_on(client_index, outputs)`` takes what it makes; ``pause_s`` is for
+    how many seconds it would rather not have more.
 
     ``run`` (or ``advance``) is the thread's; every other method may be called from any thread, never blocks, and
     takes effect between two steps, in the order of the calls.
@@ -47,8 +48,10 @@ class BusyLoop:
         hand_on: Callable[[int, EngineCoreOutputs], None],
         *,
         engine_index: int,
+        pause_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._core = core
+        self._pause_s = pause_s
         self._hand_on = hand_on
         self._engine_index = engine_index
         self._inbox: deque[Callable[[], None]] = deque()
@@ -87,6 +90,8 @@ class BusyLoop:
         try:
             while not self._stopping:
                 wait = self.advance()
+                if wait == 0:
+                    wait = self._pause_s()
                 if wait != 0:
                     self._sleep(wait)
             self._work_off_inbox()

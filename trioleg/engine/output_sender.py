@@ -31,6 +31,11 @@ logger = logging.getLogger(__name__)
 
 # Over a million tokens of one stream: a client that far behind is away, or will never catch up.
 MAX_BYTES_IN_FLIGHT = 64 * 2**20
+# Where all clients are so far behind that the engine had better wait for them, and how long it does at a step: it
+# goes at a walk, and does not stop, since a client may be away for good.
+_CONGESTED_BYTES = 8 * 2**20
+_CONGESTED_QUEUE = 1000
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,12 @@ class OutputSender:
             # idempotent: a thousand messages before the sender runs are one wake.
             self._token.run_sync_soon(self._parked.unpark_all, idempotent=True)
 
+    def pause_s(self) -> float:
+        """How long not to make the next step, 0 unless every client is behind. From any thread."""
+        in_flight = min((client.bytes_in_flight for client in self._clients), default=0)
+        is_congested = in_flight > _CONGESTED_BYTES or len(self._queue) > _CONGESTED_QUEUE
+        return _PAUSE_S if is_congested else 0.0
+
     def finish(self) -> None:
         """``run`` returns once the queue is empty. From Trio's thread, after the last ``hand_on``."""
         self._finishing = True
@@ -107,6 +118,7 @@ class OutputSender:
         """Sends until ``finish``. A cancelled run leaves the rest of the queue unsent."""
         while self._queue or not self._finishing:
             if not self._queue:
+                self._reclaim()
                 await self._parked.park()
                 continue
             self._send(*self._queue.popleft())

@@ -134,7 +134,12 @@ class _Engine:
         orderly = False
         try:
             sender = OutputSender(sockets.outputs, on_client_behind=self._abort_client)
-            self._loop = BusyLoop(self._core, sender.hand_on, engine_index=self._engine_index)
+            self._loop = BusyLoop(
+                self._core,
+                sender.hand_on,
+                engine_index=self._engine_index,
+                pause_s=sender.pause_s,
+            )
             async with trio.open_nursery() as readers:
                 for socket in sockets.inputs:
                     readers.start_soon(receive_requests, socket, self._loop, len(sockets.outputs))

@@ -52,11 +52,17 @@ def make_context() -> Context:
     return zmq.Context()
 
 
+# A front end that falls behind its engine leaves what is more to the engine, which knows what to do: messages are
+# up to 50 KB, and a hundred a second is a fast engine.
+_MAX_UNREAD_OUTPUTS = 1000
+
+
 def make_socket(context: Context, kind: int, *, identity: bytes | None = None) -> Socket:
-    """A socket without high-water marks: what it is handed it takes, at once, whoever is away."""
+    """A socket without high-water marks: what it is handed it takes, at once, whoever is away. Only an engine's
+    outputs have one on the side that reads them."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD_OUTPUTS if kind == zmq.PULL else 0)
     if identity is not None:
         socket.setsockopt(zmq.IDENTITY, identity)
     return socket

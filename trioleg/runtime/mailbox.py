@@ -2,21 +2,30 @@
 
 ``put`` never waits and never queues: what the reader has not taken yet is merged into one output
 (``output/merge.py``), so a client that stops reading can neither stop the link nor grow its memory
-beyond ``max_bytes``. A reader that waits is woken by the first ``put`` and finds, when it runs,
+beyond ``max_bytes``, and all readers together have a bound, too (``unread.py``). A reader that waits is woken by the first ``put`` and finds, when it runs,
 everything that came meanwhile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
 from ..output.merge import OutputMerger
 from ..outputs import PoolingRequestOutput, RequestOutput
 
-__all__ = ["Mailbox", "MailboxStatistics"]
+__all__ = ["Mailbox", "MailboxStatistics", "Tally"]
+
+# A mailbox counts among all from here on, and again each time that it has grown by so much: about 8,000 tokens.
+_COUNTED_STEP = 2**16
+
+
+class Tally(Protocol):
+    """Where mailboxes are counted together."""
+
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +42,30 @@ class MailboxStatistics:
 class Mailbox:
     """Single reader, any number of writers, all in one Trio thread."""
 
-    __slots__ = ("_max_bytes", "_max_num_bytes", "_merger", "_reader")
+    __slots__ = (
+        "_count_from",
+        "_max_bytes",
+        "_max_num_bytes",
+        "_merger",
+        "_reader",
+        "_tally",
+        "num_counted",
+    )
 
-    def __init__(self, *, aggregate: bool, max_bytes: int) -> None:
+    def __init__(self, *, aggregate: bool, max_bytes: int, tally: Tally | None = None) -> None:
         self._merger = OutputMerger(aggregate=aggregate)
         self._max_bytes = max_bytes
         self._max_num_bytes = 0
+        self._tally = tally
+        # Of ours in ``tally``: 0 for a reader that keeps up.
+        self.num_counted = 0
+        self._count_from = _COUNTED_STEP
         self._reader: trio.lowlevel.Task | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Unread now, estimated."""
+        return self._merger.num_bytes
 
     def put(self, output: RequestOutput | PoolingRequestOutput) -> bool:
         """Merge the output in and wake the reader. False: unread output is over the bound now.
@@ -50,12 +76,27 @@ class Mailbox:
         num_bytes = self._merger.num_bytes
         if num_bytes > self._max_num_bytes:
             self._max_num_bytes = num_bytes
+        if num_bytes >= self._count_from:
+            self._count(num_bytes)
         self.wake()
         return num_bytes <= self._max_bytes
 
     def take(self) -> Any:
         """What has come since the last ``take``, or None; never waits. See ``OutputMerger.take``."""
+        if self.num_counted:
+            self._count(0)
         return self._merger.take()
+
+    def _count(self, num_bytes: int) -> None:
+        if self._tally is not None:
+            self._tally.num_bytes += num_bytes - self.num_counted
+            self.num_counted = num_bytes
+            self._count_from = num_bytes + _COUNTED_STEP
+
+    def stop_counting(self) -> None:
+        """What is unread here is nobody else's trouble any more. Idempotent."""
+        self._count(0)
+        self._tally = None
 
     def wake(self) -> None:
         """Let the reader look again: something came, or the request ended."""
@@ -78,7 +119,7 @@ class Mailbox:
     def statistics(self) -> MailboxStatistics:
         return MailboxStatistics(
             self._merger.num_merges,
-            self._merger.num_bytes,
+            self.num_bytes,
             self._max_num_bytes,
             self._reader is not None,
         )

@@ -129,6 +129,7 @@ class RequestStream:
         """The block is left: end the request if it runs, and refuse further use. Idempotent."""
         self._closed = True
         self.end(Ending(EndingKind.LEFT))
+        self.mailbox.stop_counting()
         self.mailbox.wake()
 
     @contextmanager
