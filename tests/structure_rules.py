@@ -69,6 +69,7 @@ ON_TOP = frozenset(
         "chat",
         "chat_server",
         "cli",
+        "heap",
         "pull_bar",
         "serving",
         "testing",
@@ -89,10 +90,14 @@ PURE_MODULES = frozenset(
     {
         "ipc.codec",
         "offline",
+        "server.hypercorn_config",
+        "server.hypercorn_settings",
         "server.logprobs",
         "server.protocol",
+        "server.refusals",
         "server.sse",
         "server.structured_outputs",
+        "server.tls",
     }
 )
 RUNTIMES = frozenset({"trio", "asyncio", "zmq", "quart", "quart_trio", "anyio"})
@@ -102,9 +107,11 @@ NURSERY_OWNERS = {
     "bench.churn": "the clients, beside who kills the engine",
     "bench.deaths": "the readers of the streams that are to be told",
     "bench.disconnects": "the busy streams beside which a client leaves",
+    "bench.load": "the probes and the small prompts beside a big one",
     "bench.played_engine": "the reader of an engine's input leg",
     "bench.processes": "a wait for a program's line, or for its end",
     "bench.scripted_server": "the program: signals beside the server",
+    "bench.stalled": "readers beside clients that read nothing",
     "engine.process": "the engine: requests in, outputs out, the busy loop's thread",
     "ipc.launch": "an engine's process: its output and its end",
     "ipc.transport": "watches over both sockets of a leg",

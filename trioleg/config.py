@@ -115,12 +115,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_pause(name: str, value: Any) -> None:
-    """A duration that may be 0."""
-    if value != 0:
-        check_timeout(name, value, optional=False)
-
-
 def _check_integer(name: str, value: Any, minimum: int = 1, what: str = "an integer") -> None:
     if not _is_number(value) or not minimum <= value <= _LARGEST:
         allowed = f"{what} from {minimum} to {_LARGEST}"
@@ -138,6 +132,16 @@ def _chunk_size() -> int:
     return int(size)
 
 
+_POSITIVE_INTEGERS = (
+    "output_chunk_size",
+    "mailbox_max_bytes",
+    "unread_max_bytes",
+    "max_inflight_requests",
+    "max_queued_prompt_tokens",
+    "max_engine_restarts",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LLMConfig:
     """How ``open_llm`` behaves, whatever engine is behind it."""
@@ -149,11 +153,20 @@ class LLMConfig:
     detokenizer: str = "fast"
     # Outputs are handed over every that many tokens at most; a request may ask for fewer outputs.
     stream_interval: int = 1
-    # Unread output of one request, text and ids. 100,000 tokens are about 4 MB: a reader that far
+    # Unread output of one request. 100,000 tokens are about 1 MB, with 20 logprobs each 260 MB: a reader that far
     # behind is not coming back.
     mailbox_max_bytes: int = 16 * 2**20
+    # Of all requests together; beyond it the reader that is furthest behind is ended. As much as 32 readers at
+    # their own bound, or 500 that are 100,000 tokens behind.
+    unread_max_bytes: int = 512 * 2**20
     # Of requests that name none of their own.
     timeouts: Timeouts = field(default_factory=Timeouts)
+    # Requests that have begun and not ended, each of the n choices of one counted; more are turned away. 64 run at
+    # once in our engine, so most of these would wait.
+    max_inflight_requests: int = 4096
+    # Prompts whose first token has not come, n times for n choices; more are turned away. Front end and engine
+    # keep 4 million ids in about 150 MB each.
+    max_queued_prompt_tokens: int = 2**22
     # From launch to the first answer. vLLM's own bound for the same wait.
     start_timeout: float = 600.0
     # A broken connection to the engine is no more than that for so long: reconnects take 20 to 100 ms.
@@ -178,7 +191,7 @@ class LLMConfig:
         _check_integer("stream_interval", self.stream_interval)
         _check_type("engine", self.engine, EngineConfig)
         _check_type("restart_engine", self.restart_engine, bool)
-        for name in ("output_chunk_size", "mailbox_max_bytes", "max_engine_restarts"):
+        for name in _POSITIVE_INTEGERS:
             _check_integer(name, getattr(self, name))
         check_timeouts(self.timeouts)
         for name in ("start", "unreachable", "step", "frozen", "engine_stop"):
@@ -194,8 +207,13 @@ class ServerConfig:
     served_model_name: str | None = None
     # Client pools keep connections for 60 to 75 s; a server that closes first makes them see RST.
     keep_alive_timeout: float = 75.0
+    # After a signal: requests that are running may go on for so long. With the last frames, the connections'
+    # closing and the engine's end (2, 3 and 5 s at most) it fits into the 30 s that Kubernetes waits before it kills.
+    drain_timeout: float = 15.0
     # After the streams have ended: what is left of connections is closed.
     graceful_timeout: float = 3.0
+    # Beyond it clients get a 503. None: what the system's limit on open files leaves room for.
+    max_connections: int | None = None
     # The bound on one write that makes no progress: a client that stopped reading.
     write_timeout: float = 30.0
     # After the engine's death the server says so for this long, then ends. Load balancers probe every
@@ -203,6 +221,9 @@ class ServerConfig:
     engine_death_linger: float = 10.0
     # A chat request with 100,000 tokens of text is about 0.5 MB.
     max_body_bytes: int = 16 * 2**20
+    # From a request's head to the end of its body: half a megabyte over 70 kbit/s. A request's own
+    # timeouts may be shorter.
+    body_timeout: float = 60.0
     # A comment after so much silence of a stream, while it waits in a queue, say; None: none. Proxies
     # cut connections that are silent for 30 to 60 s. The first comment sends the 200: what fails
     # behind it is told by an error event, no longer by a status.
@@ -217,6 +238,16 @@ class ServerConfig:
                 f"port is {self.port!r:.60}; allowed: {allowed}", parameter="port"
             )
         check_timeout("sse_keep_alive_interval", self.sse_keep_alive_interval)
-        for name in ("keep_alive_timeout", "graceful_timeout", "write_timeout"):
-            _check_pause(name, getattr(self, name))
-        _check_pause("engine_death_linger", self.engine_death_linger)
+        check_timeout("body_timeout", self.body_timeout, optional=False)
+        if self.max_connections is not None:
+            _check_integer("max_connections", self.max_connections)
+        for name in ("keep_alive", "drain", "graceful", "write"):
+            check_timeout(
+                f"{name}_timeout",
+                getattr(self, f"{name}_timeout"),
+                optional=False,
+                may_be_zero=True,
+            )
+        check_timeout(
+            "engine_death_linger", self.engine_death_linger, optional=False, may_be_zero=True
+        )

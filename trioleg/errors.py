@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "OVERLOAD_CODES",
     "DeadlineExceeded",
     "EngineDeadError",
     "EngineStartError",
@@ -20,6 +21,7 @@ __all__ = [
     "InvalidRequestError",
     "ModelStoreError",
     "OutputError",
+    "OverloadedError",
     "ReaderTooSlow",
     "RequestAborted",
     "RequestEnded",
@@ -61,6 +63,21 @@ class EngineUnavailableError(TriolegError):
 
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
+        self.retry_after = retry_after
+
+
+# Why there may be no room, for programs.
+OVERLOAD_CODES = ("too_many_requests", "too_many_queued_tokens", "deadline_too_short")
+
+
+class OverloadedError(TriolegError):
+    """There is no room for the request at the moment. Nothing was sent. ``code``: ``too_many_requests`` or
+    ``too_many_queued_tokens`` (a bound of ``LLMConfig``), or ``deadline_too_short`` (the queue is longer than the
+    request's own deadline). ``retry_after``: when to ask again, in seconds; a guess."""
+
+    def __init__(self, message: str, *, code: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.code = code
         self.retry_after = retry_after
 
 

@@ -41,14 +41,17 @@ class Timeouts:
         )
 
 
-def check_timeout(name: str, value: Any, *, optional: bool = True) -> None:
+def check_timeout(
+    name: str, value: Any, *, optional: bool = True, may_be_zero: bool = False
+) -> None:
     """Raises ``InvalidRequestError`` unless ``value`` is a duration, or None where it is ``optional``."""
     if value is None and optional:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= _LONGEST_S:
+    if not is_number or not (0 < value <= _LONGEST_S or (may_be_zero and value == 0)):
+        least = "seconds from 0" if may_be_zero else "seconds above 0"
         raise InvalidRequestError(
-            f"{name} is {value!r:.60}; allowed: seconds above 0, at most {_LONGEST_S}",
+            f"{name} is {value!r:.60}; allowed: {least}, at most {_LONGEST_S}",
             parameter=name,
         )
 

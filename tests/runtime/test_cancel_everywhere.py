@@ -54,7 +54,7 @@ async def check_nothing_left(llm: LLM, transport: ScriptedTransport) -> None:
 
 async def check_no_deadline_left(llm: LLM) -> None:
     await trio.sleep(201.0)
-    assert len(llm._deadlines) == 0
+    assert len(llm._requests.deadlines) == 0
 
 
 @EVERY_WAY

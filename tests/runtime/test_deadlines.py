@@ -110,7 +110,7 @@ async def test_while_the_prompt_is_read(autojump_clock: MockClock) -> None:
         return tokenize()
 
     async with open_scripted_llm(LONG, TOKENIZER) as (llm, transport):
-        llm._prompts._run_sync = slow
+        llm._requests._prompts._run_sync = slow
         with pytest.raises(DeadlineExceeded, match="no first token after 1 s"):
             await llm.generate("a", SamplingParams(), timeouts=Timeouts(first_token=1))
         assert added(transport) == []
@@ -137,7 +137,7 @@ async def test_many_deadlines_one_timer_and_no_leak(autojump_clock: MockClock) -
         for _ in range(3000):
             timeouts = Timeouts(first_token=3600, total=3600)
             await llm.generate(PROMPT, SamplingParams(), timeouts=timeouts)
-        assert len(llm._deadlines) <= 1100
+        assert len(llm._requests.deadlines) <= 1100
 
 
 async def test_an_earlier_deadline_is_not_slept_over(autojump_clock: MockClock) -> None:

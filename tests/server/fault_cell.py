@@ -185,7 +185,7 @@ def _tokenize_slowly(llm: LLM) -> None:
         await trio.sleep(1.0)
         return tokenize()
 
-    llm._prompts._run_sync = run_sync
+    llm._requests._prompts._run_sync = run_sync
 
 
 async def play_cell(fault: Fault, phase: str, mode: str, n: int) -> Cell:
@@ -217,7 +217,7 @@ async def _strike(cell: Cell, at: float) -> None:
         # A deadline of the same moment must not end the request before it has been looked at.
         await trio.sleep(at - 0.01)
         # The neighbour's is the first.
-        cell.stream = dict(enumerate(cell.llm._open_streams.values())).get(1)
+        cell.stream = dict(enumerate(cell.llm._requests.streams.values())).get(1)
         cell.note_what_was_read()
         await trio.sleep(0.01)
         cell.fault.strike(cell)
@@ -236,7 +236,10 @@ def check_nothing_is_left(cell: Cell) -> None:
     llm, link = cell.llm, cell.llm._supervisor.link
     assert link is not None
     statistics = link.statistics()
-    assert (llm.statistics().open_streams, len(llm._deadlines)) == (0, 0)
+    assert (llm.statistics().open_streams, len(llm._requests.deadlines)) == (0, 0)
+    # Whatever ended it, its slot is there for another.
+    admission = llm._entrance.admission
+    assert (admission.num_inflight, admission.num_queued, admission.num_queued_tokens) == (0, 0, 0)
     assert (statistics.processor.requests, link._streams) == (0, {})
     if cell.stream is not None:
         assert not link._outbox.holds(cell.stream)

@@ -242,7 +242,7 @@ def abort_all(served: Served) -> None:
 def let_deadlines_pass(served: Served) -> None:
     """Deadlines that nobody has to wait for, and that cannot pass before all phases are there."""
     for one in served.llm.live_requests():
-        served.llm._deadlines.add(one, Timeouts(total=0.001), trio.current_time())
+        served.llm._requests.deadlines.add(one, Timeouts(total=0.001), trio.current_time())
 
 
 @pytest.mark.parametrize(

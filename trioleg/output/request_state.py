@@ -10,7 +10,7 @@ Pure. A reader has one request; an engine has one for each of its ``n`` choices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..errors import OutputError
@@ -75,6 +75,8 @@ class RequestState:
         self.interval = max(stream_interval, params.stream_interval or 1)
         self.arrival = arrival
         self.num_cached_tokens: int | None = None
+        # Called once, with the first token: the request waits no more.
+        self.on_prompt_done: Callable[[], None] = lambda: None
         # A bad ending has been reported, and is the only one.
         self.has_failed = False
         self.choices = [ChoiceState(self, index) for index in range(params.n)]
@@ -109,8 +111,9 @@ class RequestState:
                 frames,
             )
 
-    def check_prompt_logprobs(self) -> None:
-        """Called with the first token: the prompt is done. Raises ``OutputError``."""
+    def note_prompt_done(self) -> None:
+        """Called with the first token. Raises ``OutputError``."""
+        self.on_prompt_done()
         asked = self.params.prompt_logprobs is not None and len(self.prompt_token_ids) > 1
         if asked and self._prompt_logprobs is None:
             raise OutputError("prompt_logprobs were asked for; the engine sent none")
@@ -212,7 +215,7 @@ class ChoiceState:
             self.request.take_prompt(output, frames)
         if not token_ids:
             if output.finish_reason in _FINISHED and not self.num_output_tokens and not self.index:
-                self.request.check_prompt_logprobs()
+                self.request.note_prompt_done()
             return None
         before = self._detokenizer.num_output_tokens
         if before + len(token_ids) > self.request.max_tokens:
@@ -221,7 +224,7 @@ class ChoiceState:
                 f"{self.request.max_tokens} (max_tokens)"
             )
         if before == 0 and self.index == 0:
-            self.request.check_prompt_logprobs()
+            self.request.note_prompt_done()
         stop_terminated = output.finish_reason is FinishReason.STOP
         if stop_terminated and type(output.stop_reason) is int:
             _cut_behind(token_ids, output.stop_reason)

@@ -9,7 +9,6 @@ import trio
 
 from ..outputs import Ending, EndingKind
 from .arrival import Arrival
-from .health import LLMState
 
 __all__ = ["Endings", "one_line"]
 
@@ -17,12 +16,10 @@ _log = logging.getLogger("trioleg.requests")
 
 
 class Endings:
-    """``counts``: requests that have ended, by kind. ``turned_away``: those that never began, by the LLM's
-    state at that moment; only counted, since in an outage there are many."""
+    """``counts``: requests that have ended, by kind."""
 
     def __init__(self) -> None:
         self.counts: Counter[EndingKind] = Counter()
-        self.turned_away: Counter[LLMState] = Counter()
 
     def note(
         self, request_id: str, ending: Ending, arrival: Arrival, num_output_tokens: int = 0

@@ -41,6 +41,7 @@ from .engine_watch import EngineWatch
 from .observers import Observers
 from .outbox import DOUBT_S, Outbox
 from .request_stream import RequestStream
+from .unread import Unread
 from .utilities import EngineUtilities
 
 __all__ = ["EngineLink", "EngineLinkStatistics"]
@@ -57,6 +58,9 @@ _RETRY_AFTER_S = 1.0
 
 # The question to an engine that is silent, which every kind of engine answers.
 _QUESTION = "get_supported_tasks"
+
+# A cache that is filled so far has no room for one more prompt.
+_FULL = 0.9
 
 # Ids of another front end that have had their ABORT. Forgetting them costs one more ABORT each.
 _MAX_STRANGERS = 10_000
@@ -105,6 +109,7 @@ class EngineLink(EngineUtilities):
         own_prefix: str,
         config: LLMConfig,
         observers: Observers,
+        unread: Unread,
         watch: EngineWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,6 +124,7 @@ class EngineLink(EngineUtilities):
         # What the engine's model can do; until it has been asked, what nearly every one does.
         self.supported_tasks = frozenset({"generate"})
         self._observers = observers
+        self._unread = unread
         self._transport = transport
         self._watch = watch or EngineWatch()
         self._clock = clock
@@ -325,6 +331,7 @@ class EngineLink(EngineUtilities):
                 stream.end(replace(ending, engine=self.rank))
         for request_id in processed.unknown:
             self._meet_stranger(request_id)
+        self._unread.relieve(self._streams.values())
 
     def _meet_stranger(self, request_id: str) -> None:
         """An output for no live request: ours and just ended, or left over from an earlier head."""
@@ -442,6 +449,17 @@ class EngineLink(EngineUtilities):
         self.end_all(Ending(EndingKind.ENGINE_DEAD, self.cause_of_death, self.rank))
         self._release_calls()
         self.dead.set()
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests run in the engine and wait for one of them to end, by its last word; of a dead one none.
+        Those that only wait for their turn in a step are not among them."""
+        stats = self._scheduler_stats
+        if self.cause_of_death is not None:
+            return 0, 0
+        has_seats = stats.num_running_reqs < self.ready.max_num_seqs
+        has_room = has_seats and stats.kv_cache_usage < _FULL
+        return stats.num_running_reqs, 0 if has_room else stats.num_waiting_reqs
 
     def statistics(self) -> EngineLinkStatistics:
         return EngineLinkStatistics(

@@ -1,77 +1,72 @@
 """``LLM``: the way in for requests, whichever engine is behind it at the moment.
 
 Two tasks run for it: the ``Supervisor``, below which the engine, its sockets and its link's tasks are, and the
-timer of the requests' deadlines. A request is prepared (tokenized, its constraint tried), then registered
-and sent in one step; from then on its stream's ``end`` is the one way that it ends, and every ending
-is counted and logged here.
+timer of the requests' deadlines. Whether a request may come in is ``entrance.py``, its life is ``requests.py``.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, Unpack
+from typing import Any, Unpack
 
 import trio
 
 from ..config import LLMConfig
 from ..errors import (
-    DeadlineExceeded,
-    EngineDeadError,
     EngineUnavailableError,
     InvalidRequestError,
     RequestEnded,
-    ServerShutdown,
 )
 from ..output.submission import (
-    Submission,
     default_sampling_params,
     make_pooling_submission,
     make_submission,
 )
 from ..outputs import Ending, EndingKind, PoolingRequestOutput, RequestOutput
 from ..sampling_params import PoolingParams, RequestOutputKind, SamplingParams
-from ..structured_outputs import StructuredOutputsParams
-from ..timeouts import Timeouts, check_timeouts
+from ..timeouts import Timeouts
 from ..tokenizer import Tokenizer
-from .arrival import Arrival, RequestOptions
-from .deadlines import Deadlines, until
-from .endings import Endings
+from .arrival import RequestOptions
 from .engine_link import EngineLink, EngineLinkStatistics
 from .engines import Engine, OpenEngine
-from .grammars import GrammarChecker
+from .entrance import Entrance
 from .health import Health, LLMState
-from .mailbox import Mailbox
 from .observers import Observers
 from .prompts import Prompt, PromptReader, RunSync
 from .request_stream import RequestStream
+from .requests import Requests
 from .stats_logger import StatsLogger
 from .supervisor import Supervisor
 from .tracer import Tracer
+from .unread import Unread
 from .utilities import EngineUtilities
 
 __all__ = ["LLM", "LLMStatistics"]
-
-_MakeSubmission: TypeAlias = Callable[..., Submission]
 
 
 @dataclass(frozen=True, slots=True)
 class LLMStatistics:
     """``open_streams``: blocks of ``open_stream`` not left yet; ``endings``: requests ended, by kind;
     ``turned_away``: requests that never began, since no engine took them, by the LLM's state; ``engines``: the
-    figures of the engine of the moment, none before the first is ready."""
+    figures of the engine of the moment, none before the first is ready. ``overloaded``: requests that never began,
+    since there was no room, by ``OverloadedError.code``; ``num_inflight_requests`` and ``num_queued_prompt_tokens``
+    are what its limits are about. ``num_unread_requests``: those with output that waits for its reader;
+    ``num_unread_bytes``: of all that output, estimated."""
 
     open_streams: int
     endings: Mapping[EndingKind, int]
     turned_away: Mapping[LLMState, int]
     engines: tuple[EngineLinkStatistics, ...]
-    engine_restarts: int = 0
+    engine_restarts: int
+    overloaded: Mapping[str, int]
+    num_inflight_requests: int
+    num_queued_prompt_tokens: int
+    num_unread_requests: int
+    num_unread_bytes: int
 
 
 class LLM(EngineUtilities):
@@ -92,26 +87,22 @@ class LLM(EngineUtilities):
         self._config = config
         self._observers = Observers()
         self._clock = clock
-        # Begins every request id: an id with another beginning is another front end's.
-        self._id_prefix = f"{secrets.token_hex(6)}-"
-        self._numbers = itertools.count()
-        self._prompts = PromptReader(tokenizer, run_sync)
-        self._grammars = GrammarChecker()
-        self._deadlines = Deadlines()
-        self._open_streams: dict[str, RequestStream] = {}
-        self._endings = Endings()
-        self._refusal: str | None = None
-        self._is_closed = False
+        self._unread = Unread(config.unread_max_bytes)
         self._supervisor = Supervisor(open_engine, self._make_link, config)
+        self._entrance = Entrance(self._supervisor, config)
+        prompts = PromptReader(tokenizer, run_sync)
+        self._requests = Requests(self._entrance, prompts, self._unread, config, clock)
+        self._is_closed = False
 
     def _make_link(self, engine: Engine) -> EngineLink:
         return EngineLink(
             engine.rank,
             engine.ready,
             engine.transport,
-            own_prefix=self._id_prefix,
+            own_prefix=self._requests.id_prefix,
             config=self._config,
             observers=self._observers,
+            unread=self._unread,
             watch=engine.watch,
             clock=self._clock,
         )
@@ -122,7 +113,7 @@ class LLM(EngineUtilities):
         Raises what the first start raises. The engine's death ends nothing here.
         """
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._deadlines.run, name="deadlines")
+            nursery.start_soon(self._requests.deadlines.run, name="deadlines")
             nursery.start_soon(self._supervisor.run, name="supervisor")
 
     # ------------------------------------------------------------------ requests
@@ -154,13 +145,13 @@ class LLM(EngineUtilities):
         from ``arrived_at``, a ``trio.current_time()``, None: now. ``external_req_id``: the caller's own
         name for the request, for the log and nothing else.
         Raises, and nothing was sent: ``InvalidRequestError``, ``EngineUnavailableError`` while no engine is
-        ready, ``EngineDeadError`` when none will be, ``DeadlineExceeded``, and ``ServerShutdown`` once
-        the LLM takes no more requests. Cancel-safe at every point.
+        ready, ``EngineDeadError`` when none will be, ``OverloadedError``, ``DeadlineExceeded``, and
+        ``ServerShutdown`` once the LLM takes no more requests. Cancel-safe at every point.
         """
         checked = self._params(params)
         self._refuse_unless_supported("generate", "prompt")
         is_delta = checked.output_kind is RequestOutputKind.DELTA
-        return self._open(
+        return self._requests.open(
             prompt,
             partial(
                 make_submission,
@@ -173,9 +164,10 @@ class LLM(EngineUtilities):
                 cache_salt=cache_salt,
                 scheduling_policy=self._config.engine.scheduling_policy,
             ),
+            num_choices=checked.n,
             aggregate=is_delta,
             constraint=checked.structured_outputs,
-            arrival=self._arrival(timeouts, arrived_at, external_req_id),
+            arrival=self._requests.arrival(timeouts, arrived_at, external_req_id),
         )
 
     async def encode(
@@ -197,101 +189,13 @@ class LLM(EngineUtilities):
             )
         self._refuse_unless_supported(params.task, "task")
         submission = partial(make_pooling_submission, params=params)
-        arrival = self._arrival(timeouts)
-        async with self._open(prompt, submission, aggregate=False, arrival=arrival) as stream:
+        arrival = self._requests.arrival(timeouts)
+        async with self._requests.open(
+            prompt, submission, aggregate=False, arrival=arrival
+        ) as stream:
             output: object = await stream.receive()
         assert isinstance(output, PoolingRequestOutput), "a pooling request has no other output"
         return output
-
-    @asynccontextmanager
-    async def _open(
-        self,
-        prompt: Prompt,
-        make_submission: _MakeSubmission,
-        *,
-        aggregate: bool,
-        arrival: Arrival,
-        constraint: StructuredOutputsParams | None = None,
-    ) -> AsyncIterator[RequestStream]:
-        request_id = f"{self._id_prefix}{next(self._numbers)}"
-        prompt_token_ids = await self._prepare(request_id, prompt, constraint, arrival)
-        # From here to `yield` nothing waits: registering and sending are one step.
-        link = self._admitting_link()
-        mailbox = Mailbox(aggregate=aggregate, max_bytes=self._config.mailbox_max_bytes)
-        submission = make_submission(
-            request_id,
-            prompt_token_ids,
-            max_model_len=link.ready.max_model_len,
-            sink=mailbox,
-            arrival=arrival.by_clock,
-        )
-        on_end = partial(self._stream_ended, link, arrival)
-        stream = RequestStream(
-            submission, mailbox, on_end=on_end, external_req_id=arrival.external_req_id
-        )
-        with self._turning_away():
-            link.submit(stream)
-        self._deadlines.add(stream, arrival.timeouts, arrival.at)
-        self._open_streams[request_id] = stream
-        try:
-            yield stream
-        finally:
-            stream.close()
-            del self._open_streams[request_id]
-
-    async def _prepare(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        constraint: StructuredOutputsParams | None,
-        arrival: Arrival,
-    ) -> list[int]:
-        """What has to be waited for before a request can be sent: its ids, its constraint's trial.
-
-        To leave here is an ending, too: of a request that no engine has heard of.
-        """
-        max_model_len = self._admitting_link().ready.max_model_len
-        deadline, overdue = until(arrival.timeouts, arrival.at)
-        ending: Ending | None = Ending(EndingKind.LEFT)
-        try:
-            with trio.move_on_at(deadline):
-                prompt_token_ids = await self._prompts.read(prompt, max_model_len)
-                if constraint is not None:
-                    await self._grammars.check(constraint)
-                ending = None
-                return prompt_token_ids
-            ending = Ending(EndingKind.DEADLINE, overdue)
-        except Exception as error:
-            # Refused: a request that never began.
-            ending = None
-            if self._refusal is not None and not isinstance(error, InvalidRequestError):
-                # What prepares requests is being taken down, too.
-                raise ServerShutdown(self._refusal) from error
-            raise
-        finally:
-            if ending is not None:
-                self._endings.note(request_id, ending, arrival)
-        raise DeadlineExceeded(overdue)
-
-    def _arrival(
-        self,
-        timeouts: Timeouts | None,
-        at: float | None = None,
-        external_req_id: str | None = None,
-    ) -> Arrival:
-        check_timeouts(timeouts)
-        now = trio.current_time()
-        if at is not None and not (isinstance(at, int | float) and math.isfinite(at)):
-            raise InvalidRequestError(
-                f"arrived_at is {at!r:.60}; allowed: a trio.current_time(), or None",
-                parameter="arrived_at",
-            )
-        return Arrival(
-            now if at is None else at,
-            self._clock() - (0.0 if at is None else now - at),
-            (timeouts or Timeouts()).or_else(self._config.timeouts),
-            external_req_id,
-        )
 
     async def generate(
         self,
@@ -322,33 +226,33 @@ class LLM(EngineUtilities):
             )
         return params
 
-    def _stream_ended(
-        self, link: EngineLink, arrival: Arrival, stream: RequestStream, ending: Ending
-    ) -> None:
-        try:
-            link.stream_ended(stream)
-        finally:
-            self._endings.note(stream.request_id, ending, arrival, stream.num_output_tokens)
-
     def note_unsent(
         self, ending: Ending, *, arrived_at: float, external_req_id: str | None = None
     ) -> None:
         """Count and log the end of a request that ended before it was whole: its body was too slow, say."""
-        request_id = f"{self._id_prefix}{next(self._numbers)}"
-        self._endings.note(request_id, ending, self._arrival(None, arrived_at, external_req_id))
+        self._requests.note_unsent(
+            ending, self._requests.arrival(None, arrived_at, external_req_id)
+        )
 
     def abort(self, request_id: str) -> bool:
         """End a request, wherever it is: its reader gets ``RequestAborted``. ``request_id``: exactly
         ``RequestStream.request_id``. False: there is no such request, or it has ended. Synchronous."""
-        stream = self._open_streams.get(request_id)
-        if stream is None or stream.ending is not None:
-            return False
-        stream.end(Ending(EndingKind.ABORTED, "the request was aborted by its id"))
-        return True
+        return self._requests.abort(request_id)
 
     def live_requests(self) -> tuple[RequestStream, ...]:
         """Those that have not ended, oldest first."""
-        return tuple(one for one in self._open_streams.values() if one.ending is None)
+        return self._requests.live()
+
+    def check_room(self) -> None:
+        """For a server, before it reads a request's body: whether there is any use in that. Synchronous.
+
+        Raises ``ServerShutdown`` and ``OverloadedError``.
+        """
+        self._entrance.check_room()
+
+    def until_drain(self) -> AbstractContextManager[None]:
+        """For a server, while it reads a request's body: a drain ends the block with ``ServerShutdown``."""
+        return self._entrance.until_drain()
 
     def _refuse_unless_supported(self, task: str, parameter: str) -> None:
         if task not in self.supported_tasks:
@@ -359,32 +263,11 @@ class LLM(EngineUtilities):
                 parameter=parameter,
             )
 
-    @contextmanager
-    def _turning_away(self) -> Iterator[None]:
-        """Count a request that no engine takes at the moment."""
-        try:
-            yield
-        except (EngineUnavailableError, EngineDeadError, ServerShutdown):
-            self._endings.turned_away[self.health().state] += 1
-            raise
-
-    def _admitting_link(self) -> EngineLink:
-        with self._turning_away():
-            return self._ready_link()
-
-    def _ready_link(self) -> EngineLink:
-        """Raises ``ServerShutdown``, ``EngineDeadError``, ``EngineUnavailableError``."""
-        if self._refusal is not None:
-            raise ServerShutdown(self._refusal)
-        return self._supervisor.ready_link()
-
     # ------------------------------------------------------------------ state
 
     def health(self) -> Health:
         """Whether requests are taken at this moment, and why not. Synchronous, costs nothing."""
-        if self._refusal is not None and self.cause_of_death is None:
-            return Health(LLMState.DRAINING, self._refusal)
-        return self._supervisor.health
+        return self._entrance.health
 
     @property
     def timeouts(self) -> Timeouts:
@@ -423,7 +306,7 @@ class LLM(EngineUtilities):
                 await trio.lowlevel.checkpoint()
                 return
             if health.retry_after is None:
-                self._ready_link()  # raises
+                self._entrance.link()  # raises
             await self._supervisor.wait_change()
 
     async def wait_dead(self) -> str:
@@ -438,23 +321,37 @@ class LLM(EngineUtilities):
         await trio.lowlevel.checkpoint()
         return self.cause_of_death
 
+    def drain(self, cause: str) -> None:
+        """Refuse new requests with ``ServerShutdown``, for good; those that have begun go on: see ``wait_idle``.
+        Synchronous, idempotent."""
+        self._entrance.drain(cause)
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight, whoever asked for it: each has ended, or been refused. Cancel-safe."""
+        await self._entrance.admission.wait_none()
+
     def shut_down(self, cause: str) -> None:
         """Refuse new requests and end the live ones with ``SHUTDOWN``. Synchronous, idempotent."""
-        self._refusal = self._refusal or cause
-        for stream in self.live_requests():
-            stream.end(Ending(EndingKind.SHUTDOWN, cause))
+        self._entrance.shut(cause)
+        self._requests.end_all(Ending(EndingKind.SHUTDOWN, cause))
         self._supervisor.start_no_more()
         self._supervisor.note_change()
 
     def statistics(self) -> LLMStatistics:
         """Figures of this moment. Synchronous."""
         link = self._supervisor.link
+        unread = [one.mailbox.num_bytes for one in self._requests.streams.values()]
         return LLMStatistics(
-            len(self._open_streams),
-            dict(self._endings.counts),
-            dict(self._endings.turned_away),
+            len(self._requests.streams),
+            dict(self._requests.endings.counts),
+            dict(self._entrance.turned_away),
             () if link is None else (link.statistics(),),
             self._supervisor.num_restarts,
+            dict(self._entrance.admission.refused),
+            self._entrance.admission.num_inflight,
+            self._entrance.admission.num_queued_tokens,
+            sum(map(bool, unread)),
+            sum(unread),
         )
 
     @property
@@ -494,6 +391,4 @@ class LLM(EngineUtilities):
         if self._supervisor.link is not None:
             self._supervisor.link.close()
         self._supervisor.note_change()
-        self._grammars.close()
-        for stream in self._open_streams.values():
-            stream.close()
+        self._requests.close()

@@ -204,7 +204,8 @@ class Supervisor:
     async def _wait_before_restart(self, failures: int) -> None:
         wait = min(_FIRST_WAIT_S * 2.0 ** (failures - 1), _LONGEST_WAIT_S)
         self._start_at = trio.current_time() + wait
-        _log.warning("the engine is started again in %g s", wait)
-        await trio.sleep(wait)
+        if not self._is_ending:
+            _log.warning("the engine is started again in %g s", wait)
+            await trio.sleep(wait)
         if self._is_ending:
             await trio.sleep_forever()
