@@ -8,12 +8,13 @@ loop can run it in a thread (``runtime/prompts.py``) and one without can just ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from .errors import InvalidRequestError
 from .tokenizer import Tokenizer
 
-__all__ = ["Prompt", "prepare_prompt", "read_prompt"]
+__all__ = ["Prompt", "Tokenizing", "prepare_prompt", "read_prompt"]
 
 # Text, token ids, or chat messages ({"role": …, "content": …}).
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -22,32 +23,44 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _BYTES = (bytes, bytearray, memoryview)
 
 
+@dataclass(frozen=True, slots=True)
+class Tokenizing:
+    """Work that is still to be done: ``run`` makes the ids, in any thread, of ``length`` characters."""
+
+    length: int
+    run: Callable[[], list[int]]
+
+
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
     """The prompt's token ids: at least one, at most max_model_len - 1, all in the vocabulary.
 
     Takes about half a second for 1 MB of text. Raises ``InvalidRequestError``.
     """
     prepared = prepare_prompt(prompt, tokenizer, max_model_len)
-    return prepared if isinstance(prepared, list) else prepared()
+    return prepared if isinstance(prepared, list) else prepared.run()
 
 
 def prepare_prompt(
     prompt: Prompt, tokenizer: Tokenizer, max_model_len: int
-) -> list[int] | Callable[[], list[int]]:
-    """The token ids, if they are the prompt; else the function that makes them, for any thread.
+) -> list[int] | Tokenizing:
+    """The token ids, if they are the prompt; else what makes them.
 
-    A text that cannot fit is refused by its length, before anything is tokenized. Both this and the
-    function raise ``InvalidRequestError``.
+    A text that cannot fit is refused by its length, before anything is tokenized. Both this and
+    ``Tokenizing.run`` raise ``InvalidRequestError``.
     """
 
-    def check(parameter: str, ids: list[int]) -> list[int]:
-        _check_ids(parameter, ids, tokenizer.vocab_size, max_model_len)
+    def tokenize(parameter: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        encoding = tokenizer.tokenize(text, add_special_tokens=add_special_tokens)
+        # Before there is a list of perhaps a million numbers.
+        _check_count(parameter, len(encoding), max_model_len)
+        ids = encoding.ids
+        _check_ids(parameter, ids, tokenizer.vocab_size)
         return ids
 
     longest = max_model_len * tokenizer.max_chars_per_token
     if isinstance(prompt, str):
         _check_length("prompt", len(prompt), longest, max_model_len)
-        return lambda: check("prompt", tokenizer.encode(prompt))
+        return Tokenizing(len(prompt), lambda: tokenize("prompt", prompt, add_special_tokens=True))
     if not isinstance(prompt, Sequence) or not prompt or isinstance(prompt, _BYTES):
         raise InvalidRequestError(
             f"prompt is {prompt!r}; allowed: a string, a non-empty list of token ids, or a "
@@ -55,18 +68,21 @@ def prepare_prompt(
             parameter="prompt",
         )
     if not isinstance(prompt[0], Mapping):
-        return check("prompt", list(prompt))  # type: ignore[arg-type]
+        _check_count("prompt", len(prompt), max_model_len)
+        ids: list[int] = list(prompt)  # type: ignore[arg-type]
+        _check_ids("prompt", ids, tokenizer.vocab_size)
+        return ids
 
     messages: Any = prompt
     _check_messages(messages)
     length = sum(len(one["content"]) for one in messages)
     _check_length("messages", length, longest, max_model_len)
 
-    def tokenize() -> list[int]:
+    def render_and_tokenize() -> list[int]:
         text = tokenizer.apply_chat_template(messages)
-        return check("messages", tokenizer.encode(text, add_special_tokens=False))
+        return tokenize("messages", text, add_special_tokens=False)
 
-    return tokenize
+    return Tokenizing(length, render_and_tokenize)
 
 
 def _check_length(parameter: str, length: int, longest: int, max_model_len: int) -> None:
@@ -78,13 +94,16 @@ def _check_length(parameter: str, length: int, longest: int, max_model_len: int)
         )
 
 
-def _check_ids(parameter: str, ids: list[int], vocab_size: int, max_model_len: int) -> None:
-    if not 1 <= len(ids) < max_model_len:
+def _check_count(parameter: str, count: int, max_model_len: int) -> None:
+    if not 1 <= count < max_model_len:
         raise InvalidRequestError(
-            f"{parameter} has {len(ids)} tokens; allowed: 1 to {max_model_len - 1}, so "
+            f"{parameter} has {count} tokens; allowed: 1 to {max_model_len - 1}, so "
             f"that at least one fits behind them (max_model_len is {max_model_len})",
             parameter=parameter,
         )
+
+
+def _check_ids(parameter: str, ids: list[int], vocab_size: int) -> None:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
