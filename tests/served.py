@@ -43,6 +43,23 @@ class Server:
     program: Program
     joined: Program | None = None
     url: str = ""
+    _asked: int = 0
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    @property
+    def descriptors(self) -> int:
+        """How many files and sockets the program has open."""
+        return len(os.listdir(f"/proc/{self.program.process.pid}/fd"))
+
+    def tasks(self) -> int:
+        """How many Trio tasks the program has, as ``scripted_serve.py`` says when it is asked."""
+        self._asked += 1
+        self.signal(signal.SIGUSR1)
+        return int(self.program.wait_for(rf"answer {self._asked}: (\d+) tasks")[1])
 
     @property
     def engine(self) -> int:
@@ -89,19 +106,25 @@ def starting(
     llm: dict[str, Any] | None = None,
     server: dict[str, Any] | None = None,
     env: dict[str, str] | None = None,
+    files: tuple[int, int] | None = None,
     **script: Any,
 ) -> Iterator[Server]:
     """A server that has been started. ``attached``: its engine is a program of its own, which joins it.
 
-    ``options`` are of the command line, ``llm`` and ``server`` settings of the two configurations.
+    ``options`` are of the command line, ``llm`` and ``server`` settings of the two configurations, ``files`` the
+    soft and the hard limit on open files.
     """
     file = str(write_script(folder, **script))
-    settings = {"llm": llm or {}, "server": server or {}}
+    settings: dict[str, Any] = {"llm": llm or {}, "server": server or {}}
+    if files is not None:
+        settings["files"] = files
     if attached:
         options = ("--attach", "tcp://127.0.0.1:0", *options)
     else:
         settings["script"] = file
-    argv = (*_PROGRAM, json.dumps(settings), "serve", "smollm2-135m", "--port", "0", *options)
+    if "--config" not in options:
+        options = ("--port", "0", *options)
+    argv = (*_PROGRAM, json.dumps(settings), "serve", "smollm2-135m", *options)
     with ExitStack() as stack:
         started = Server(stack.enter_context(running(*argv, env=env)))
         if attached:
@@ -115,7 +138,7 @@ def starting(
 def serving(folder: Path, *options: str, **more: Any) -> Iterator[Server]:
     """``starting``, and the engine is ready."""
     with starting(folder, *options, **more) as server:
-        server.url = server.program.wait_for(r"ready: .* at (http://\S+)")[1]
+        server.url = server.program.wait_for(r"ready: .* at (https?://\S+|unix:.+)")[1]
         yield server
 
 
@@ -202,9 +225,13 @@ class Client:
         return await self._http.get(f"{self._url}{path}")
 
     async def until_health(self, status: int, word: str = "") -> httpx2.Response:
-        """Asks until /health has this status and, in its body, this word."""
+        """Asks until /health has this status and, in its body, this word.
+
+        Each time on a connection of its own: an idle one may be closed in the moment in which it is used again.
+        """
         while True:
-            response = await self.get("/health")
+            url = f"{self._url}/health"
+            response = await self._http.get(url, headers={"Connection": "close"})
             if response.status_code == status and word in response.text:
                 return response
             await trio.lowlevel.checkpoint()

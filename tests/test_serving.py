@@ -22,6 +22,7 @@ from programs import ROOT, TRIOLEG, Program, alive, descendants, running, wait_u
 from trioleg import serving
 from trioleg.chat_server import find_models, own_server
 from trioleg.config import LLMConfig
+from trioleg.server.serve import Address
 
 
 @pytest.fixture
@@ -81,11 +82,12 @@ def test_ready_answer_and_a_signal(smollm2, tmp_path) -> None:
 
 def test_a_signal_ends_streams_in_order(smollm2, tmp_path) -> None:
     endless = {"steps": [], "token_ids": PARIS, "step_interval_s": 0.02}
-    with serve_scripted(tmp_path, **endless) as (server, _):
+    with serve_scripted(tmp_path, "--drain-timeout", "0.2", **endless) as (server, _):
         body = {
             "model": "smollm2-135m",
             "messages": [{"role": "user", "content": "Go on"}],
             "stream": True,
+            "ignore_eos": True,
         }
         url = f"{url_of(server)}/v1/chat/completions"
         with httpx2.stream("POST", url, json=body, trust_env=False) as answer:
@@ -304,7 +306,7 @@ def test_a_chats_server_that_does_not_start_leaves_its_words() -> None:
     ],
 )
 def test_the_url_is_one_that_a_client_can_use(host: str, url: str) -> None:
-    assert serving.visible_url(host, 80) == url
+    assert serving.visible_url(Address(host, 80)) == url
     assert serving.READY_LINE.match(serving.ready_line(url, "a model"))["url"] == url
 
 
@@ -312,7 +314,7 @@ def test_the_curl_line_survives_the_shell() -> None:
     program, flags, url, _, header, _, body = shlex.split(
         serving.curl_line("http://127.0.0.1:9", 'it\'s a "model"')
     )
-    assert (program, flags, url) == ("curl", "-sN", "http://127.0.0.1:9/v1/chat/completions")
+    assert (program, flags, url) == ("curl", "-sSN", "http://127.0.0.1:9/v1/chat/completions")
     assert header == "Content-Type: application/json"
     assert json.loads(body) == {
         "model": 'it\'s a "model"',

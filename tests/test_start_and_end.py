@@ -90,6 +90,22 @@ async def test_a_second_signal_does_not_wait_for_an_engine_that_does_not_listen(
 
 @pytest.mark.parametrize("more", [(), (TERM,), (INT, TERM)], ids=names)
 async def test_d4_the_engine_dies_while_the_server_drains(smollm2, tmp_path, more) -> None:
+    with serving(tmp_path, server={"drain_timeout": 60.0}, step_interval_s=0.05) as server:
+        async with open_client(server) as client:
+            answer = client.ask()
+            await client.until(lambda: answer.text)
+            server.signal(TERM)
+            await client.until_health(503, "draining")
+            os.kill(server.engine, signal.SIGKILL)
+            await client.until(lambda: answer.is_told)
+            assert answer.error["code"] == "engine_dead"
+            server.signal(*more)
+            assert await server.wait() == 1
+    assert_ended_by_its_engine(server)
+
+
+@pytest.mark.parametrize("more", [(), (TERM,), (INT, TERM)], ids=names)
+async def test_d4_the_engine_dies_while_the_connections_close(smollm2, tmp_path, more) -> None:
     with serving(tmp_path, server={"graceful_timeout": 20.0}) as server:
         with client_that_sends_no_body(server) as client:
             server.signal(TERM)
@@ -103,7 +119,7 @@ async def test_d4_the_engine_dies_while_the_server_drains(smollm2, tmp_path, mor
 
 
 def client_that_sends_no_body(server: Server) -> socket.socket:
-    """A request that is still on its way: a server that drains waits for it."""
+    """A request that is still on its way. It is refused, and the server lets its client read that, and finish."""
     host, port = server.url.removeprefix("http://").split(":")
     client = socket.create_connection((host, int(port)))
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100"

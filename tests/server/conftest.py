@@ -6,7 +6,13 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from certificates import Certificates, make_certificates
 from ending_lines import EndingLines
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture

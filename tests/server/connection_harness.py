@@ -6,6 +6,7 @@ Nothing here is clever about HTTP: tests of a server should not share its parser
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import trio
 from hypercorn.config import Config
 
-from trioleg.server.connection import ConnectionLimits, serve_connections
+from trioleg.server.connection import ConnectionLimits, TlsListener, serve_connections
 
 # No test waits this long; a test that would hang fails after it.
 BOUND = 20.0
@@ -26,6 +27,7 @@ class Server:
     port: int
     shutdown: trio.Event
     done: trio.Event = field(default_factory=trio.Event)
+    connections: Any = None
 
     @asynccontextmanager
     async def connect(self, **options: Any) -> AsyncIterator[Client]:
@@ -33,6 +35,14 @@ class Server:
         for name, value in options.items():
             stream.setsockopt(trio.socket.SOL_SOCKET, getattr(trio.socket, name), value)
         async with stream:
+            yield Client(stream)
+
+    @asynccontextmanager
+    async def connect_tls(self, context: ssl.SSLContext) -> AsyncIterator[Client]:
+        """Trio's strict kind of TLS, to which an end without a close_notify is an error."""
+        async with self.connect() as plain:
+            stream = trio.SSLStream(plain.stream, context, server_hostname="localhost")
+            await stream.do_handshake()
             yield Client(stream)
 
     async def exchange(self, request: bytes) -> bytes:
@@ -44,9 +54,14 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    app: Any, *, config: Config | None = None, **limits: Any
+    app: Any,
+    *,
+    config: Config | None = None,
+    tls: ssl.SSLContext | None = None,
+    bound: float = BOUND,
+    **limits: Any,
 ) -> AsyncIterator[Server]:
-    """``app`` behind ``serve_connections`` on a free port; leaving the block shuts it down."""
+    """``app`` behind ``serve_connections`` on a free port; leaving the block, within ``bound``, shuts it down."""
     config = config or Config()
     config.errorlog = None
     listener = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
@@ -55,18 +70,18 @@ async def serving(
         serve_connections,
         app,
         config,
-        [listener],
+        [listener if tls is None else TlsListener(listener, tls)],
         shutdown=server.shutdown,
         limits=ConnectionLimits(**limits),
     )
 
     async def run(task_status: trio.TaskStatus[None]) -> None:
         async with trio.open_nursery() as nursery:
-            await nursery.start(serve)
+            server.connections = await nursery.start(serve)
             task_status.started()
         server.done.set()
 
-    with trio.fail_after(BOUND):
+    with trio.fail_after(bound):
         async with trio.open_nursery() as nursery:
             await nursery.start(run)
             yield server
@@ -76,7 +91,7 @@ async def serving(
 class Client:
     """One connection, byte by byte."""
 
-    def __init__(self, stream: trio.SocketStream) -> None:
+    def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
         self.buffer = b""
 

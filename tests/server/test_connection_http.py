@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -148,8 +149,15 @@ async def test_an_app_that_fails_before_its_answer_gets_a_500(
     async with serving(http_app(app)) as server:
         for method in (b"GET", b"HEAD"):
             answer = await server.exchange(get().replace(b"GET", method))
-            assert answer.startswith(b"HTTP/1.1 500")
-            assert b"connection: close" in answer
+            head, _, data = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 500 Internal Server Error\r\n")
+            assert b"connection: close" in head
+            # It may be tried again.
+            assert b"x-should-retry" not in head
+            if method == b"GET":
+                assert json.loads(data)["error"]["type"] == "server_error"
+            else:
+                assert not data
     assert [record.getMessage() for record in caplog.records] == [
         "the app failed on GET /",
         "the app failed on HEAD /",
@@ -197,59 +205,141 @@ async def test_a_long_head_is_no_error() -> None:
         assert (await client.response())[0] == 200
 
 
+def upgrade(*headers: bytes, to: bytes = b"websocket") -> bytes:
+    """The opening of a WebSocket, byte for byte."""
+    lines = [b"GET / HTTP/1.1", b"Host: test", b"Upgrade: " + to, *headers]
+    if not any(line.startswith(b"Connection") for line in headers):
+        lines.append(b"Connection: Upgrade")
+    return b"\r\n".join([*lines, b"", b""])
+
+
+def head_of(size: int) -> bytes:
+    """A request whose head has so many bytes."""
+    return get("/", f"Cookie: {'x' * (size - len(get('/', 'Cookie: ')))}")
+
+
+# The request, the status, and what the message says of it.
 REFUSED = {
-    "garbage": (b"\x16\x03\x01\x02\x00\x01\x00" * 20, 400),
-    "no version": (b"GET /\r\n\r\n", 400),
-    "no host": (b"GET / HTTP/1.1\r\n\r\n", 400),
-    "two lengths": (post(b"", "Content-Length: 7"), 400),
-    "unknown coding": (get("/", "Transfer-Encoding: gzip"), 501),
-    "head too long": (get("/", "Cookie: " + "x" * 2**17), 431),
-    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0", 505),
-    "HTTP/3.1": (get(version="3.1"), 505),
-    "no path": (b"GET ? HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-    "CONNECT": (b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org\r\n\r\n", 501),
-    "WebSocket": (get("/", "Connection: Upgrade", "Upgrade: WebSocket"), 400),
-    "WebSocket with a frame": (
-        get("/", "Connection: Upgrade", "Upgrade: websocket") + b"\x81\x01x",
+    "garbage": (b"\x16\x03\x01\x02\x00\x01\x00" * 20, 400, "illegal request line"),
+    "no version": (b"GET /\r\n\r\n", 400, "illegal request line"),
+    "no host": (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),
+    "two lengths": (post(b"", "Content-Length: 7"), 400, "Content-Length"),
+    "a negative length": (get("/", "Content-Length: -1"), 400, "Content-Length"),
+    "a length and chunks": (
+        post(b"0\r\n\r\n", "Transfer-Encoding: chunked"),
         400,
+        "both Content-Length and Transfer-Encoding; allowed: one of them",
     ),
-    "ff in a protocol": (
-        get("/", "Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Protocol: @").replace(
-            b"@", b"\xff"
-        ),
-        400,
+    "a chunk's head too long": (
+        CHUNKED_UPLOAD.replace(b"x=y", b"x" * 2**18),
+        431,
+        "or of a chunk, is too long; allowed: 65536 bytes",
     ),
-    "ff in an extension": (
-        get(
-            "/", "Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Extensions: @"
-        ).replace(b"@", b"\xff"),
-        400,
+    "unknown coding": (get("/", "Transfer-Encoding: gzip"), 501, "Transfer-Encoding"),
+    "head one byte too long": (head_of(2**16 + 1), 431, "allowed: 65536 bytes"),
+    "head far too long": (head_of(2**18), 431, "allowed: 65536 bytes"),
+    "HTTP/2": (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0",
+        505,
+        "HTTP/2.0 is not spoken here; allowed: HTTP/1.1 and HTTP/1.0",
     ),
-    "ff in Connection": (
-        get("/", "Upgrade: websocket", "Connection: Upgrade, @").replace(b"@", b"\xff"),
-        400,
-    ),
+    "HTTP/3.1": (get(version="3.1"), 505, "HTTP/3.1"),
+    "no path": (b"GET ? HTTP/1.1\r\nHost: x\r\n\r\n", 400, "no path"),
+    "half a URL": (get("http://[/"), 400, "allowed: a path that begins with /, or a URL with one"),
+    "half a URL, quoted": (get("http://%5b/"), 400, "no path"),
+    "a URL without a path": (get("http://test"), 400, "no path"),
+    "CONNECT": (b"CONNECT a.example:443 HTTP/1.1\r\nHost: a.example\r\n\r\n", 501, "CONNECT"),
+    "WebSocket": (upgrade(to=b"WebSocket"), 400, "WebSockets"),
+    "WebSocket behind a space that is none in ASCII": (upgrade(to=b"\xa0websocket"), 400, "WebS"),
+    "WebSocket with a frame": (upgrade() + b"\x81\x01x", 400, "WebSockets"),
+    "ff in a protocol": (upgrade(b"Sec-WebSocket-Protocol: \xff"), 400, "WebSockets"),
+    "ff in an extension": (upgrade(b"Sec-WebSocket-Extensions: \xff"), 400, "WebSockets"),
+    "ff in Connection": (upgrade(b"Connection: Upgrade, \xff"), 400, "WebSockets"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_what_is_not_served_is_refused_with_a_status(name: str) -> None:
-    request, status = REFUSED[name]
+    request, status, said = REFUSED[name]
     async with serving(http_app(echo), drain_timeout=1) as server:
         answer = await server.exchange(request)
         assert answer.startswith(b"HTTP/1.1 %d " % status)
-        assert b"connection: close" in answer
+        assert said in refusal_in(answer)
         # And the server is still there.
         assert (await server.exchange(get("/", "Connection: close"))).endswith(b"GET / ")
+
+
+def refusal_in(answer: bytes) -> str:
+    """The message of an answer that is one of OpenAI's errors, and the last on its connection."""
+    head, _, data = answer.partition(b"\r\n\r\n")
+    headers = head.lower().split(b"\r\n")[1:]
+    assert {b"content-type: application/json", b"connection: close"} <= set(headers)
+    # openai's clients repeat what failed with a 5xx, unless they are told not to.
+    assert b"x-should-retry: false" in headers
+    error = json.loads(data)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return error["message"]
+
+
+async def test_a_head_of_just_the_limit_is_served() -> None:
+    async with serving(http_app(echo)) as server, server.connect() as client:
+        await client.send(head_of(2**16))
+        assert (await client.response())[0] == 200
+
+
+async def test_a_refusal_quotes_only_a_little_of_what_was_sent() -> None:
+    async with serving(http_app(echo)) as server:
+        answer = await server.exchange(get("/", "\0" * 30_000))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert len(refusal_in(answer)) < 300
+
+
+async def test_a_refusal_of_head_has_no_body() -> None:
+    async with serving(http_app(echo)) as server:
+        answer = await server.exchange(upgrade().replace(b"GET", b"HEAD"))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(("status", "phrase"), [(201, b"Created"), (299, b"Unknown")])
+async def test_a_status_has_its_phrase(status: int, phrase: bytes) -> None:
+    """h2load takes a response without one for a failed request."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await reply(send, b"", status=status)
+
+    async with serving(http_app(app)) as server, server.connect() as client:
+        await client.send(get())
+        assert await client.until(b"\r\n") == b"HTTP/1.1 %d %b\r\n" % (status, phrase)
+
+
+async def test_responses_name_the_server_that_answers() -> None:
+    async with serving(http_app(echo)) as server, server.connect() as client:
+        await client.send(post(b"hi", "Expect: 100-continue").removesuffix(b"hi"))
+        assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(b"hi" + get(version="4.0"))
+        for _ in range(2):
+            head = (await client.response())[1]
+            assert b"\r\nserver: trioleg\r\n" in head
+            assert b"\r\ndate: " in head
+
+
+async def test_date_and_server_are_left_out_as_configured() -> None:
+    config = Config()
+    config.include_date_header = config.include_server_header = False
+    async with serving(http_app(echo), config=config) as server, server.connect() as client:
+        await client.send(get())
+        assert (await client.response())[1] == b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n"
 
 
 async def test_a_request_for_another_servers_name_ends_the_connection() -> None:
     config = Config()
     config.server_names = ["test"]
     async with serving(http_app(echo), config=config) as server:
-        assert (await server.exchange(post(b"").replace(b"test", b"else"))).startswith(
-            b"HTTP/1.1 404"
-        )
+        answer = await server.exchange(post(b"").replace(b"test", b"else"))
+        assert answer.startswith(b"HTTP/1.1 404")
+        assert b"Host is 'else'; allowed: test" in answer
         assert (await server.exchange(get("/", "Connection: close"))).endswith(b"GET / ")
 
 

@@ -16,11 +16,15 @@ from connection_harness import (
     get,
     http_app,
     post,
+    read_body,
     reply,
     serving,
     start,
 )
+from process_helpers import wait_until
 from trio.testing import wait_all_tasks_blocked
+
+from trioleg.server.client_stream import PlainStream
 
 
 class Watcher:
@@ -291,3 +295,34 @@ async def test_an_idle_connection_is_one_task() -> None:
             await client.response()
             await wait_all_tasks_blocked()
             assert trio.lowlevel.current_statistics().tasks_living == before + 1
+
+
+async def test_what_follows_an_answer_that_nobody_took_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The client resets while the very end of its answer is written: the request behind it is for nobody."""
+    write_now, failed = PlainStream.write_now, trio.Event()
+
+    def fail_at_the_end(stream: PlainStream, data: bytes) -> int:
+        if data == b"0\r\n\r\n":
+            failed.set()
+            raise ConnectionResetError
+        return write_now(stream, data)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        paths.append(scope["path"])
+        if scope["method"] == "POST":
+            await read_body(receive)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"all"})
+
+    paths: list[str] = []
+    monkeypatch.setattr(PlainStream, "write_now", fail_at_the_end)
+    async with serving(http_app(app)) as server:
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        async with server.connect() as client:
+            await client.send(get("/first") + post(b"half", path="/second")[:-2])
+            await failed.wait()
+            assert await client.rest()
+            await wait_until(lambda: trio.lowlevel.current_statistics().tasks_living == tasks)
+    assert paths == ["/first"]

@@ -140,7 +140,9 @@ async def test_what_is_left_at_the_limit_is_closed() -> None:
                     await wait_all_tasks_blocked(0.01)
                 server.shutdown.set()
                 await server.done.wait()
-                assert (await silent.rest()).startswith(b"HTTP/1.1 500")
+                answer = await silent.rest()
+                assert answer.startswith(b"HTTP/1.1 500")
+                assert b"the server stopped before it could answer" in answer
                 assert await stream.at_eof()
                 assert b"\r\n0\r\n\r\n" not in await flood.rest()
 

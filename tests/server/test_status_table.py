@@ -24,6 +24,10 @@ ERRORS = {
     "503 `engine_dead`": errors.EngineDeadError("its process is gone"),
     "503 `engine_unavailable`": errors.EngineUnavailableError("it is loading", retry_after=2.5),
     "503 `server_shutdown`": errors.ServerShutdown("the server is shutting down"),
+    **{
+        f"429 `{code}`": errors.OverloadedError("no room", code=code, retry_after=2.5)
+        for code in errors.OVERLOAD_CODES
+    },
     "504 `deadline_exceeded`": errors.DeadlineExceeded("its time is over"),
 }
 # Only behind a stream's 200, which no client repeats.

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import model_store
 from ..config import DETOKENIZERS, EngineConfig, LLMConfig, ServerConfig
+from ..errors import InvalidRequestError
 from ..timeouts import Timeouts
 from .group import commands
 from .models import make_ready
 from .options import engine_options, log_to_stderr
 
+if TYPE_CHECKING:
+    from ..server.hypercorn_config import HypercornSettings
+
 __all__ = ["serve"]
 
 _SERVER = ServerConfig()
+_LLM = LLMConfig()
 
 
 @commands.command(short_help="Serve a model over HTTP.")
@@ -29,6 +35,13 @@ _SERVER = ServerConfig()
     default=_SERVER.port,
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
+)
+@click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A configuration file of Hypercorn's, .toml or .py: TLS, Unix sockets, several addresses.",
 )
 @click.option("--served-model-name", metavar="NAME", help="The model's name in the API.")
 @engine_options
@@ -72,10 +85,40 @@ _SERVER = ServerConfig()
 @click.option(
     "--start-timeout",
     type=click.FloatRange(min=0, min_open=True),
-    default=LLMConfig().start_timeout,
+    default=_LLM.start_timeout,
     show_default=True,
     metavar="SECONDS",
     help="Give an engine up that is not ready by then.",
+)
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(min=0),
+    default=_SERVER.drain_timeout,
+    show_default=True,
+    metavar="SECONDS",
+    help="After a signal, let running requests go on for so long; new ones get 503.",
+)
+@click.option(
+    "--write-timeout",
+    type=click.FloatRange(min=0),
+    default=_SERVER.write_timeout,
+    show_default=True,
+    metavar="SECONDS",
+    help="Close the connection of a client that has read nothing for so long, and end its request.",
+)
+@click.option(
+    "--max-inflight-requests",
+    type=click.IntRange(min=1),
+    default=_LLM.max_inflight_requests,
+    show_default=True,
+    help="Answer 429 when so many requests have begun and not ended; n choices count n.",
+)
+@click.option(
+    "--max-queued-prompt-tokens",
+    type=click.IntRange(min=1),
+    default=_LLM.max_queued_prompt_tokens,
+    show_default=True,
+    help="Answer 429 when prompts of so many tokens wait for their first token.",
 )
 @click.option(
     "--restart-engine",
@@ -85,7 +128,7 @@ _SERVER = ServerConfig()
 @click.option(
     "--max-engine-restarts",
     type=click.IntRange(min=1),
-    default=LLMConfig().max_engine_restarts,
+    default=_LLM.max_engine_restarts,
     show_default=True,
     help="End the server when the engine dies once more than that in a row.",
 )
@@ -103,6 +146,7 @@ def serve(
     model: str,
     host: str,
     port: int,
+    config_file: Path | None,
     served_model_name: str | None,
     attach: str | None,
     stream_interval: int,
@@ -111,6 +155,10 @@ def serve(
     first_token_timeout: float | None,
     total_timeout: float | None,
     start_timeout: float,
+    drain_timeout: float,
+    write_timeout: float,
+    max_inflight_requests: int,
+    max_queued_prompt_tokens: int,
     restart_engine: bool,
     max_engine_restarts: int,
     log_level: str,
@@ -119,8 +167,8 @@ def serve(
     """Serve MODEL over HTTP, as OpenAI's API: a name that `trioleg models` lists, a Hugging Face
     directory, a GGUF file, or OWNER/NAME on the hub; fetched or converted if it has not been yet.
 
-    Prints one ready line and a curl line to try. SIGINT and SIGTERM end it in good order, with exit
-    code 0; a second one does not wait. If the engine dies, requests get 503 for ten seconds, then it ends with
+    Prints one ready line and a curl line to try. SIGINT and SIGTERM end it in good order, with exit code 0: running
+    requests go on for --drain-timeout at most, new ones get 503; a second one does not wait. If the engine dies, requests get 503 for ten seconds, then it ends with
     exit code 1, unless --restart-engine starts another.
 
     \b
@@ -133,6 +181,7 @@ def serve(
     """
     if attach is not None:
         _refuse_engine_options(context, engine)
+    hypercorn = _hypercorn_settings(context, config_file)
     hear = _leave_at_signals()
     llm_config = LLMConfig(
         engine=EngineConfig(**engine),
@@ -140,6 +189,8 @@ def serve(
         detokenizer=detokenizer,
         timeouts=Timeouts(first_token=first_token_timeout, total=total_timeout),
         start_timeout=start_timeout,
+        max_inflight_requests=max_inflight_requests,
+        max_queued_prompt_tokens=max_queued_prompt_tokens,
         restart_engine=restart_engine,
         max_engine_restarts=max_engine_restarts,
     )
@@ -148,6 +199,8 @@ def serve(
         port=port,
         served_model_name=served_model_name,
         sse_keep_alive_interval=sse_keep_alive,
+        drain_timeout=drain_timeout,
+        write_timeout=write_timeout,
     )
     make_ready(model, weights=attach is None)
 
@@ -158,7 +211,7 @@ def serve(
     from ..serving import run_server
 
     try:
-        trio.run(run_server, model, llm_config, server_config, attach, hear)
+        trio.run(run_server, model, llm_config, server_config, attach, hear, hypercorn)
     finally:
         # Python gives signals their default back while it shuts down, but not those that are ignored.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -185,6 +238,26 @@ def _leave_at_signals() -> Callable[[], None]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave)
     return hear
+
+
+def _hypercorn_settings(context: click.Context, file: Path | None) -> HypercornSettings | None:
+    if file is None:
+        return None
+    from ..server.hypercorn_config import HypercornSettings, read_hypercorn_config
+
+    try:
+        settings = HypercornSettings.of(read_hypercorn_config(file))
+    except InvalidRequestError as error:
+        # Those that are about the file as a whole name it themselves.
+        where = "" if error.parameter is None else f"{file}: "
+        raise click.UsageError(f"{where}{error}") from None
+    for name in ("host", "port"):
+        is_given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+        if settings.bind is not None and is_given:
+            raise click.UsageError(
+                f"--{name} and the bind of {file} both say where to listen; allowed: one of them"
+            )
+    return settings
 
 
 # What the front end must know of an engine that somebody else starts, to refuse what it would not take.

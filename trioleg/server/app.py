@@ -16,7 +16,13 @@ from quart import Response, current_app, request
 from quart.utils import encode_headers
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
-from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
+from werkzeug.exceptions import (
+    HTTPException,
+    MethodNotAllowed,
+    NotFound,
+    RequestEntityTooLarge,
+    RequestTimeout,
+)
 
 from ..config import ServerConfig
 from ..runtime.llm import LLM
@@ -39,6 +45,7 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> QuartTrio:
     app = _App(llm)
     # A bigger body is a 413, answered while it still comes in.
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
+    app.config["BODY_TIMEOUT"] = config.body_timeout
     # Quart's own bounds know nothing of streams: it would cut one after a minute, without a word.
     app.config["RESPONSE_TIMEOUT"] = None
     for method, path, handler in routes.table():
@@ -68,6 +75,14 @@ class _App(QuartTrio):
 
 class _HTTPConnection(TrioASGIHTTPConnection):
     """One request. The nursery round it is quart-trio's: a disconnect cancels it."""
+
+    async def handle_messages(  # type: ignore[override]  # quart-trio's own signature
+        self, nursery: trio.Nursery, request: Any, receive: Any
+    ) -> None:
+        # To receive is to ask for the body. Whoever waits for that hears nothing else meanwhile.
+        if request.waits_to_be_asked:
+            await request.body_is_wanted.wait()
+        await super().handle_messages(nursery, request, receive)
 
     async def handle_request(  # type: ignore[override]  # quart-trio's own signature
         self, nursery: trio.Nursery, request: Any, send: Any
@@ -109,7 +124,15 @@ async def _http_error(error: HTTPException) -> Response:  # noqa: ASYNC124
     type_ = "invalid_request_error" if status < 500 else "server_error"
     message = error.description or error.name
     if isinstance(error, NotFound | MethodNotAllowed):
-        message = f"{request.method} {request.path} is not served; allowed: {_served()}"
+        # Quart leaves a blank of a path that does not begin with the root path.
+        path = request.path.strip() or request.scope["path"]
+        message = f"{request.method} {path} is not served; allowed: {_served(request.root_path)}"
+    elif isinstance(error, RequestEntityTooLarge):
+        limit = current_app.config["MAX_CONTENT_LENGTH"]
+        message = f"the request's body is too long; allowed: {limit} bytes"
+    elif isinstance(error, RequestTimeout):
+        limit = current_app.config["BODY_TIMEOUT"]
+        message = f"the request's body is not complete; allowed: {limit:g} s for all of it"
     fields = {"message": message, "type": type_, "param": None, "code": None}
     response = json_response(error_body(fields), status)
     for name, value in error.get_headers():
@@ -118,10 +141,11 @@ async def _http_error(error: HTTPException) -> Response:  # noqa: ASYNC124
     return response
 
 
-def _served() -> str:
+def _served(root_path: str) -> str:
     rules = current_app.url_map.iter_rules()
     methods = {rule.rule: sorted((rule.methods or set()) - {"HEAD", "OPTIONS"}) for rule in rules}
-    return ", ".join(f"{method} {path}" for path, all_ in methods.items() for method in all_)
+    served = ((method, path) for path, all_ in methods.items() for method in all_)
+    return ", ".join(f"{method} {root_path}{path}" for method, path in served)
 
 
 async def _echo_request_id(response: Response) -> Response:  # noqa: ASYNC124

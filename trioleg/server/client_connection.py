@@ -1,26 +1,28 @@
-"""One client's connection: a socket, the task that reads it, the writes of its apps, and its end.
+"""One client's connection: a stream, the task that reads it, the writes of its apps, and its end.
 
 - Only the connection's task reads, recycles and closes. An app's task writes, and otherwise sets a
   flag and wakes the connection (``hang_up``), which is synchronous: a cancelled app cannot leave it
   half done.
 - A write goes straight to the descriptor. Only what the kernel does not take at once waits, for as
   long as there is progress, and can be cancelled. A write cut in the middle ends the connection:
-  nothing is sent on it again.
+  nothing is sent on it again. Under TLS (``client_stream.py``) each write is encrypted first, and the
+  rest holds likewise.
 - A client that closes its sending side is gone. ``close`` and ``shutdown(SHUT_WR)`` look the same from
   here, and an answer that nobody wants costs an engine's time.
 - What an app leaves unread of a long body is not read from the client either (that is the
   back-pressure), and so its leaving is not seen behind it. Apps should read bodies, or answer.
 - A response is complete when the app has sent ``more_body=False``. An app that returns or raises
   before that has its connection closed without the end of the body, so that a cut stream cannot be
-  taken for a whole one. (A client of HTTP/1.0 has no way to see the difference.)
+  taken for a whole one. (A client of HTTP/1.0 sees the difference under TLS alone, where only a whole
+  answer ends with a close_notify.)
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -38,13 +40,14 @@ from hypercorn.typing import (
 )
 from hypercorn.utils import parse_socket_addr
 
+from .client_stream import ClientStream, HandshakeFailed, PlainStream, TlsStream
 from .http1 import Http1
 
-__all__ = ["ClientConnection", "ConnectionLimits", "Shared"]
+__all__ = ["ClientConnection", "ConnectionLimits", "RunningRequests", "Shared"]
 
 _logger = logging.getLogger(__name__)
 
-RECEIVE_SIZE = 2**16  # Hypercorn's and Trio's own choice
+DRAIN_SIZE = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,8 @@ class ConnectionLimits:
     # Between two requests, and for the whole head of one. Client pools keep connections for 60 to
     # 75 s; a server that closes first makes them see a reset.
     keep_alive_timeout: float = 75.0
+    # TLS: two round trips, with time for three lost packets in a row (sent again after 1, 2 and 4 s).
+    handshake_timeout: float = 10.0
     # After the shutdown is asked for: requests that are still running are then cut.
     graceful_timeout: float = 3.0
     # One write without any progress: the client has stopped reading.
@@ -67,12 +72,40 @@ class ConnectionLimits:
     # input resets the connection, and the answer may be lost. nginx lingers as long.
     drain_timeout: float = 5.0
     max_drain_bytes: int = 2**26
+    # Beyond it a client gets a 503. None: what the system's limit on open files leaves room for.
+    max_connections: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value >= 0:
+            if value is not None and not value >= 0:
                 raise ValueError(f"{field.name} is {value!r}; allowed: a number of at least 0")
+
+
+class RunningRequests:
+    """The requests that the app is at, on all connections."""
+
+    def __init__(self) -> None:
+        self._running: set[object] = set()
+        self._ends = trio.lowlevel.ParkingLot()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        request = object()
+        self._running.add(request)
+        try:
+            yield
+        finally:
+            self._running.remove(request)
+            self._ends.unpark_all()
+
+    async def wait_for_those_of_now(self) -> None:
+        """Returns when all have ended that are running now; those that come meanwhile are not waited for, or probes
+        and refusals would never let it end. Cancel-safe."""
+        begun = set(self._running)
+        while begun & self._running:
+            await self._ends.park()
+        await trio.lowlevel.checkpoint()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +117,7 @@ class Shared:
     limits: ConnectionLimits
     context: WorkerContext
     lifespan_state: LifespanState
+    running: RunningRequests
 
 
 class ClientConnection:
@@ -92,16 +126,20 @@ class ClientConnection:
     ``gone``: nothing is sent any more, for the client has left, or a write was cut, or we close.
     """
 
-    def __init__(self, shared: Shared, stream: trio.SocketStream) -> None:
+    def __init__(
+        self, shared: Shared, stream: trio.SocketStream, tls: ssl.SSLContext | None = None
+    ) -> None:
         socket = stream.socket
         self._limits = shared.limits
-        self._stream = stream
-        self._socket = socket
+        self._running = shared.running
+        self._stream: ClientStream = PlainStream(stream) if tls is None else TlsStream(stream, tls)
         self._nursery: trio.Nursery
         self._reading = trio.CancelScope()
         self._writing = trio.Lock()
         self._to_app: trio.MemorySendChannel[ASGIReceiveEvent] | None = None
         self._idle_since = trio.current_time()
+        # Closes as soon as it has nothing to do.
+        self._leaves = False
         self.gone = False
         self._protocol = Http1(
             shared.app,
@@ -113,35 +151,67 @@ class ClientConnection:
                 parse_socket_addr(socket.family, socket.getpeername()),
                 parse_socket_addr(socket.family, socket.getsockname()),
             ),
+            is_tls=tls is not None,
         )
 
     async def run(self) -> None:
         """Serve until either side closes. An exception, of the protocol's say, ends only this one."""
         try:
             async with trio.open_nursery() as self._nursery:
-                await self._converse()
-                await self._close()
+                if await self._shake_hands():
+                    await self._converse()
+                await self._close(lingers=self._protocol.expects_input)
         except* Exception:
             _logger.exception("a connection failed and was closed")
         finally:
-            if not self.gone:
-                self._write_now(self._protocol.last_words())
-            self._socket.close()
+            try:
+                if not self.gone:
+                    await self._say_last_words()  # noqa: ASYNC102 - it waits for nothing
+            except Exception:
+                _logger.exception("a connection failed at its end")
+            finally:
+                self._stream.close()
+
+    def expect_one_request(self) -> None:
+        """Close after the next answer, or the one that is under way."""
+        self._protocol.last = True
+
+    def drain(self) -> None:
+        """Close at once if idle, else after the running request, or the one that has begun to come."""
+        self._leaves = True
+        self.expect_one_request()
+        self._reading.cancel("the server is draining")
 
     def stop(self) -> None:
-        """Close at once if idle, else after the running request."""
-        self._protocol.last = True
+        """Close at once if no request is running, else after it."""
+        self.expect_one_request()
+        if self._protocol.idle:
+            self._protocol.closing = True
         self._reading.cancel("the server is stopping")
 
     # Reading: the connection's task
 
+    async def _shake_hands(self) -> bool:
+        """False: the connection is to be closed. Until then it is an idle one, that a drain closes."""
+        self._reading.deadline = self._idle_since + self._limits.handshake_timeout
+        try:
+            with self._reading:
+                await self._stream.shake_hands()
+                self._idle_since = trio.current_time()
+                return True
+        except HandshakeFailed as failure:
+            if not failure.left:
+                _logger.info("a TLS handshake failed: %s", failure)
+                await self._close(lingers=True)
+        return False
+
     async def _converse(self) -> None:
         protocol = self._protocol
         while True:
-            if protocol.answered:
+            if protocol.answered and not self.gone:
                 self._idle_since = trio.current_time()
                 await protocol.start_next_request()
-            if self.gone or protocol.closing or (protocol.last and protocol.idle):
+            if self.gone or protocol.closing:
                 return
             data = await self._receive()
             if data:
@@ -156,15 +226,23 @@ class ClientConnection:
     async def _receive(self) -> bytes | None:
         """What the client sent, ``b""`` at its end, None when there may be something else to do."""
         idle = self._protocol.idle
+        if self._leaves and idle and not self._protocol.read_ahead:
+            return await self._receive_now()
         deadline = self._idle_since + self._limits.keep_alive_timeout if idle else float("inf")
         with trio.CancelScope(deadline=deadline) as self._reading:
-            try:
-                return await self._stream.receive_some(RECEIVE_SIZE)
-            except trio.BrokenResourceError:
-                return b""
+            return await self._stream.receive()
         if trio.current_time() >= deadline:
-            self._protocol.closing = True
+            self._leaves = self._protocol.last = True
+            self._protocol.closing = bool(self._protocol.read_ahead)
         return None
+
+    async def _receive_now(self) -> bytes | None:
+        """What came in the moment in which we were about to close: an answer is kinder than a reset."""
+        try:
+            return await self._stream.receive_now()
+        except trio.WouldBlock:
+            self._protocol.closing = True
+            return None
 
     def hang_up(self) -> None:
         """The app's ``receive`` says ``http.disconnect`` from now on; the connection's task looks up."""
@@ -176,24 +254,48 @@ class ClientConnection:
         self.gone = True
         self.hang_up()
 
-    async def _close(self) -> None:
-        """Close, in a way that lets the client read what it was sent. Apps may still be running."""
-        drain = self._protocol.expects_input and not self.gone
+    async def _close(self, *, lingers: bool) -> None:
+        """Close, in a way that lets the client read what it was sent. Apps may still be running.
+
+        ``lingers``: the client is probably sending still.
+        """
+        was_gone = self.gone
+        # Also of a connection that is gone: an app may have been started since.
         self._lose()
-        if drain:
-            with suppress(OSError, trio.BrokenResourceError):
-                self._socket.shutdown(trio.socket.SHUT_WR)
-                with trio.move_on_after(self._limits.drain_timeout):
-                    await self._drain()
-        self._socket.close()
+        if not was_gone:
+            with suppress(OSError):
+                await self._finish()
+                if lingers:
+                    with trio.move_on_after(self._limits.drain_timeout):
+                        await self._drain()
+        self._stream.close()
+
+    async def _finish(self) -> None:
+        """What was sent is all. A cut answer must not look whole: it ends without the word for that."""
+        if self._protocol.is_cut or self._writing.locked():
+            self._stream.socket.shutdown(trio.socket.SHUT_WR)
+        else:
+            await self._stream.finish()
 
     async def _drain(self) -> None:
         drained = 0
         while drained <= self._limits.max_drain_bytes:
-            data = await self._stream.receive_some(RECEIVE_SIZE)
+            # Under the stream, which has ended: nobody looks at what comes now.
+            data = await self._stream.socket.recv(DRAIN_SIZE)
             if not data:
                 return
             drained += len(data)
+
+    async def _say_last_words(self) -> None:
+        """What the kernel takes at once, in a connection that has failed or was cancelled."""
+        words = self._protocol.last_words()
+        with trio.CancelScope() as at_once, suppress(OSError):
+            at_once.cancel("nobody waits any more")
+            sent = self._stream.write_now(words)
+            if sent < len(words):
+                sent = await self._stream.write_some(memoryview(words))
+            if sent == len(words):
+                await self._finish()
 
     # Writing: whoever answers, mostly an app's task
 
@@ -205,26 +307,20 @@ class ClientConnection:
         if self.gone:
             await trio.lowlevel.checkpoint()
             return
-        sent = 0 if self._writing.locked() else self._write_now(data)
+        try:
+            sent = 0 if self._writing.locked() else self._stream.write_now(data)
+        except OSError:
+            self._lose()
+            return
         if sent < len(data):
             await self._write_rest(memoryview(data)[sent:])
 
-    def _write_now(self, data: bytes) -> int:
-        """How many bytes the kernel took. A closed socket's descriptor is -1, never another's."""
-        try:
-            return os.write(self._socket.fileno(), data)
-        except BlockingIOError:
-            return 0
-        except OSError:
-            self._lose()
-            return 0
-
     async def _write_rest(self, rest: memoryview) -> None:
         try:
-            async with self._writing:
+            async with self._turn_to_write():
                 while rest and not self.gone:
                     with trio.fail_after(self._limits.write_timeout):
-                        rest = rest[await self._socket.send(rest) :]
+                        rest = rest[await self._stream.write_some(rest) :]
         except (OSError, trio.ClosedResourceError):
             pass  # what is left says it
         except trio.TooSlowError:
@@ -232,6 +328,19 @@ class ClientConnection:
         finally:
             if rest:
                 self._lose()
+
+    @asynccontextmanager
+    async def _turn_to_write(self) -> AsyncIterator[None]:
+        """As the lock itself, but without a checkpoint where it is free: a cancel that comes then is none
+        in the middle of an answer."""
+        if self._writing.locked():
+            await self._writing.acquire()
+        else:
+            self._writing.acquire_nowait()
+        try:
+            yield
+        finally:
+            self._writing.release()
 
     # Apps
 
@@ -268,6 +377,8 @@ class ClientConnection:
         stream: Any,
     ) -> None:
         async def receive() -> ASGIReceiveEvent:
+            if stream is self._protocol.stream:
+                await self._protocol.ask_for_body()
             try:
                 return await from_client.receive()
             except trio.EndOfChannel:
@@ -282,7 +393,7 @@ class ClientConnection:
                 await app_send(message)
 
         try:
-            with from_client:
+            with from_client, self._running.one():
                 await app(scope, receive, send, trio.to_thread.run_sync, trio.from_thread.run)
         except* Exception:
             _logger.exception("the app failed on %s %s", scope["method"], scope["path"])

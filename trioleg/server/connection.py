@@ -9,20 +9,24 @@ The tasks::
     serve_connections: nursery
     ├─ the app's lifespan
     └─ nursery of all connections
-       ├─ nursery: one accepting task a listener
+       ├─ nursery: one accepting task a listener (accepting.py)
        └─ connection (client_connection.py): reads, closes. Idle, it is the only task
           └─ nursery: the app, one task a request
 
-``http1.py`` is the protocol between the two. HTTP/2, WebSockets and TLS are not served.
+``http1.py`` is the protocol between the two, ``client_stream.py`` what TLS changes under them. HTTP/2 and
+WebSockets are not served.
+
+The end has two steps, of which the first may be left out: a drain, in which what is running goes on, clients who
+come are still answered, and every connection ends with its answer; and the shutdown.
 """
 
 from __future__ import annotations
 
 import copy
+import ssl
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
 import trio
 from hypercorn.config import Config
@@ -31,26 +35,81 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ASGIFramework
 from hypercorn.utils import wrap_app
 
-from .client_connection import ClientConnection, ConnectionLimits, Shared
+from .accepting import Acceptor, Listener, TlsListener, connections_within_limits
+from .client_connection import ClientConnection, ConnectionLimits, RunningRequests, Shared
 
-__all__ = ["ConnectionLimits", "serve_connections"]
+__all__ = ["ConnectionLimits", "Connections", "TlsListener", "serve_connections"]
+
+
+class Connections:
+    """All connections of one server; what ``serve_connections`` starts with."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._live: set[ClientConnection] = set()
+        self._is_draining = self._is_stopping = False
+        most = shared.limits.max_connections
+        self._most = connections_within_limits() if most is None else most
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there may be one more."""
+        return len(self._live) < self._most
+
+    def drain(self) -> None:
+        """Idle connections close at once, all others with the answer that they are at, or that they bring a
+        request for. It is for the app to refuse those. Synchronous, idempotent."""
+        self._is_draining = True
+        for connection in self._live:
+            connection.drain()
+
+    async def wait_idle(self) -> None:
+        """Wait until the requests that are running now have ended. Cancel-safe."""
+        await self._shared.running.wait_for_those_of_now()
+
+    def stop(self) -> None:
+        """As ``drain``, and what is only half a request is closed, too."""
+        self.drain()
+        self._is_stopping = True
+        for connection in self._live:
+            connection.stop()
+
+    async def serve(self, stream: trio.SocketStream, tls: ssl.SSLContext | None = None) -> None:
+        """One connection, from here to its end."""
+        try:
+            connection = ClientConnection(self._shared, stream, tls)
+        except OSError:
+            stream.socket.close()
+            return  # the client left before we could ask for its address
+        self._live.add(connection)
+        if self._is_stopping:
+            connection.drain()
+        elif self._is_draining:
+            connection.expect_one_request()
+        try:
+            await connection.run()
+        finally:
+            self._live.discard(connection)
 
 
 async def serve_connections(
     app: ASGIFramework,
     config: Config,
-    listeners: Sequence[trio.SocketListener],
+    listeners: Sequence[Listener],
     *,
     shutdown: trio.Event,
     limits: ConnectionLimits | None = None,
-    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    task_status: trio.TaskStatus[Connections] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve an ASGI app over HTTP/1.1 on open listeners until ``shutdown`` is set.
+    """Serve an ASGI app over HTTP/1.1 on open listeners until ``shutdown`` is set; starts with ``Connections``.
 
     Of ``config`` Hypercorn's protocol code uses headers, log and lifespan timeouts; its limits are
     replaced by ``limits``, and its addresses are not looked at.
 
-    The app's lifespan starts first, then ``task_status.started()``. After ``shutdown`` the listeners
+    The app's lifespan starts first, then this. After ``shutdown`` the listeners
     close, idle connections close at once, running requests have ``limits.graceful_timeout``; then the
     rest is cancelled: a request without an answer gets a 500, a running stream is cut. The lifespan's
     shutdown comes last. An app that shields itself from the cancel holds this function up, nothing
@@ -73,8 +132,8 @@ async def serve_connections(
             # Closed: the app has left its lifespan without a word, and so has none.
             with suppress(trio.ClosedResourceError):
                 await lifespan.wait_for_startup()
-            async with _accepting(listeners, shared):
-                task_status.started()
+            async with _accepting(listeners, shared) as connections:
+                task_status.started(connections)
                 await shutdown.wait()
             with suppress(trio.ClosedResourceError):
                 await lifespan.wait_for_shutdown()
@@ -95,35 +154,20 @@ def _share(app: ASGIFramework, config: Config, limits: ConnectionLimits) -> Shar
         limits=limits,
         context=WorkerContext(None),
         lifespan_state={},
+        running=RunningRequests(),
     )
 
 
 @asynccontextmanager
-async def _accepting(
-    listeners: Sequence[trio.SocketListener], shared: Shared
-) -> AsyncIterator[None]:
+async def _accepting(listeners: Sequence[Listener], shared: Shared) -> AsyncIterator[Connections]:
     """Accept while the body runs, then end what is open, at the latest by cancelling it."""
-    live: set[ClientConnection] = set()
-    async with trio.open_nursery() as connections:
+    connections = Connections(shared)
+    acceptor = Acceptor(connections.serve, lambda: connections.has_room)
+    async with trio.open_nursery() as nursery:
         async with trio.open_nursery() as accepting:
-            serve = partial(trio.serve_listeners, handler_nursery=connections)
-            await accepting.start(serve, partial(_serve_stream, shared, live), list(listeners))
-            yield
+            for listener in listeners:
+                accepting.start_soon(acceptor.run, listener, nursery)
+            yield connections
             accepting.cancel_scope.cancel("the server is stopping")
-        for connection in live:
-            connection.stop()
-        connections.cancel_scope.deadline = trio.current_time() + shared.limits.graceful_timeout
-
-
-async def _serve_stream(
-    shared: Shared, live: set[ClientConnection], stream: trio.SocketStream
-) -> None:
-    try:
-        connection = ClientConnection(shared, stream)
-    except OSError:
-        return  # the client left before we could ask for its address
-    live.add(connection)
-    try:
-        await connection.run()
-    finally:
-        live.discard(connection)
+        connections.stop()
+        nursery.cancel_scope.deadline = trio.current_time() + shared.limits.graceful_timeout

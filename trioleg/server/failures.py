@@ -16,7 +16,13 @@ import msgspec
 from quart import Response
 from werkzeug.exceptions import HTTPException
 
-from ..errors import DeadlineExceeded, EngineDeadError, EngineUnavailableError, RequestAborted
+from ..errors import (
+    DeadlineExceeded,
+    EngineDeadError,
+    EngineUnavailableError,
+    OverloadedError,
+    RequestAborted,
+)
 from ..runtime.health import Health
 from ..runtime.unwrap import errors_in, winner_of
 from .protocol import error_body, error_of, is_expected
@@ -37,7 +43,7 @@ def error_response(error: Exception, health: Health, partial: bytes | None = Non
     if partial is not None:
         fields["partial"] = msgspec.Raw(partial)
     response = json_response(error_body(fields), status)
-    if isinstance(error, EngineUnavailableError):
+    if isinstance(error, EngineUnavailableError | OverloadedError):
         set_retry_after(response, error.retry_after)
     elif isinstance(error, EngineDeadError):
         set_retry_after(response, health.retry_after)

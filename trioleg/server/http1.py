@@ -7,6 +7,8 @@ ours here:
   is seen (h11's PAUSED never reaches Hypercorn), and stray line ends between requests are skipped;
 - chunks of a stream are framed by hand (measured: 0.2 µs; as an ``h11.Data`` event 2.5 µs);
 - HTTP/2, WebSockets and CONNECT are refused, ``Upgrade: h2c`` is ignored;
+- what no app gets to see (``refusals.py``) is answered in the form of the API's other errors; and every
+  response names this server, since Hypercorn is not who answers;
 - the end of a response only sets ``answered``. What comes next is for the connection's own task:
   Hypercorn's Trio worker decides it in the app's task, which quart-trio cancels at that very moment.
 
@@ -17,9 +19,9 @@ internals it uses those that ``tests/server/test_connection_pins.py`` names.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from http import HTTPStatus
-from typing import Any, Protocol
+from http.client import responses
+from typing import Any, Protocol, TypeVar
 
 import h11
 import trio
@@ -28,9 +30,12 @@ from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.events import Body, EndBody, Response, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h11 import H11Protocol
-from hypercorn.typing import AppWrapper, ConnectionState, WorkerContext
+from hypercorn.typing import AppWrapper, ConnectionState, H11SendableEvent, WorkerContext
 
-__all__ = ["Http1", "Owner"]
+from .protocol import error_body
+from .refusals import RequestRefused, check_request, unreadable
+
+__all__ = ["SERVER", "Http1", "Owner"]
 
 # A write that succeeds at once passes no checkpoint; every 16th does, so that an app whose client
 # reads as fast as it writes cannot keep all others from running.
@@ -38,6 +43,12 @@ WRITES_PER_CHECKPOINT = 16
 
 # Between requests an empty line is noise that RFC 9112 (2.2) asks servers to skip.
 LINE_END = b"\r\n"
+
+# Whom the header names: behind a proxy one wants to know whose 503 it is. No version, which would
+# only tell strangers what to try.
+SERVER = b"trioleg"
+
+_Head = TypeVar("_Head", h11.Response, h11.InformationalResponse)
 
 # The client has sent all of its request, or nothing of the next one.
 _NOTHING_TO_COME = frozenset({h11.IDLE, h11.DONE, h11.MUST_CLOSE, h11.CLOSED})
@@ -58,26 +69,34 @@ class Owner(Protocol):
         """Start the app on one request, and return how to put messages into its ``receive``."""
 
 
-class _Refused(Exception):
-    """A request that no app gets to see."""
-
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
 class _H11Connection(h11.Connection):
-    """h11 that keeps what follows a request until the next cycle, instead of saying PAUSED."""
+    """h11 that keeps what follows a request until the next cycle, instead of saying PAUSED, and
+    remembers what it disliked, of which Hypercorn passes the status on."""
+
+    complaint = ""
 
     def next_event(self) -> Any:
         if self.their_state is h11.MUST_CLOSE:
             return h11.NEED_DATA  # more input from a client that said it was the last is no error
-        event = super().next_event()
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            self.complaint = str(error)
+            raise
         return h11.NEED_DATA if event is h11.PAUSED else event
 
     @property
     def unread(self) -> bytes:
         return self.trailing_data[0]
+
+    @property
+    def they_are_waiting_for_100_continue(self) -> bool:
+        """Hypercorn would ask for the body before the app has seen the head: see ``Http1.ask_for_body``."""
+        return False
+
+    @property
+    def waits_to_be_asked(self) -> bool:
+        return self.client_is_waiting_for_100_continue and self.our_state is h11.SEND_RESPONSE
 
 
 class Http1(H11Protocol):
@@ -98,10 +117,14 @@ class Http1(H11Protocol):
         owner: Owner,
         state: ConnectionState,
         addresses: tuple[tuple[str, int] | None, tuple[str, int] | None],
+        *,
+        is_tls: bool = False,
     ) -> None:
         client, server = addresses
         owner_: Any = owner  # Hypercorn asks for a whole TaskGroup and calls spawn_app alone
-        super().__init__(app, config, context, owner_, state, False, client, server, self._on_event)
+        super().__init__(
+            app, config, context, owner_, state, is_tls, client, server, self._on_event
+        )
         self.owner = owner
         self.connection = self._new_connection()
         self.answered = False
@@ -130,6 +153,11 @@ class Http1(H11Protocol):
         """True if the client is probably still sending, so that closing at once would reset it."""
         return self.connection.their_state not in _NOTHING_TO_COME
 
+    @property
+    def is_cut(self) -> bool:
+        """True within a response's body: a connection that ends now has not said all."""
+        return self.connection.our_state is h11.SEND_BODY
+
     async def feed(self, data: bytes) -> None:
         """Take what the client sent; ``b""`` is the end of its input."""
         if self.connection.their_state is h11.IDLE and not self.connection.unread:
@@ -139,8 +167,8 @@ class Http1(H11Protocol):
             data = stripped
         try:
             await self.handle(RawData(data))
-        except _Refused as refusal:
-            await self.owner.write(self._whole_response(refusal.status, str(refusal)))
+        except RequestRefused as refusal:
+            await self.owner.write(self._whole_response(refusal))
             self.closing = True
 
     async def start_next_request(self) -> None:
@@ -157,6 +185,12 @@ class Http1(H11Protocol):
         if unread:
             await self.feed(unread)
 
+    async def ask_for_body(self) -> None:
+        """The app wants to receive. A client that waits to be asked for its body (``Expect: 100-continue``) is asked
+        only now: a request that is refused by its head needs none."""
+        if self.connection.waits_to_be_asked:
+            await self._send_h11_event(h11.InformationalResponse(status_code=100, headers=[]))
+
     async def app_returned(self, stream: Any) -> None:
         """The app that served ``stream`` has returned or failed.
 
@@ -166,16 +200,14 @@ class Http1(H11Protocol):
         if stream is not self.stream or self.answered:
             return
         if self.connection.our_state is h11.SEND_RESPONSE:
-            await self._send_error_response(HTTPStatus.INTERNAL_SERVER_ERROR)
+            await self.owner.write(self._failure("the server failed to answer; its log says why"))
         await self.send(Closed())
 
     def last_words(self) -> bytes:
         """A 500 for a request that waits for its answer while the server must leave, else ``b""``."""
         if self.connection.our_state is not h11.SEND_RESPONSE:
             return b""
-        return self._whole_response(
-            HTTPStatus.INTERNAL_SERVER_ERROR, "The server stopped before it could answer."
-        )
+        return self._failure("the server stopped before it could answer")
 
     async def stream_send(self, event: StreamEvent) -> None:
         """What the app's messages became. Called in the app's task."""
@@ -186,7 +218,7 @@ class Http1(H11Protocol):
             self.owner.hang_up()
         elif isinstance(event, Response):
             self._chunked = self._frames_by_hand(event)
-            await super().stream_send(self._with_close(event))
+            await self._send_response(event)
         else:
             await super().stream_send(event)
             if isinstance(event, EndBody):
@@ -211,42 +243,52 @@ class Http1(H11Protocol):
             return False
         return all(name.lower() != b"content-length" for name, _ in event.headers)
 
-    def _with_close(self, event: Response) -> Response:
-        """The response, announcing that the connection ends with it where that is known already."""
+    async def _send_response(self, event: Response) -> None:
+        """The head, announcing that the connection ends with it where that is known already."""
+        headers = [*event.headers, *self._own_headers()]
         if self.last or self.connection.their_state is h11.SEND_BODY:
-            return replace(event, headers=[*event.headers, (b"connection", b"close")])
-        return event
+            headers.append((b"connection", b"close"))
+        await self._send_h11_event(_head(h11.Response, event.status_code, headers))
+
+    async def _send_h11_event(self, event: H11SendableEvent) -> None:
+        if isinstance(event, h11.InformationalResponse):
+            # 100 Continue. What Hypercorn puts in is said by the response itself.
+            event = _head(h11.InformationalResponse, event.status_code, [])
+        await super()._send_h11_event(event)
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        """Those that Hypercorn's configuration asks for: date and server."""
+        headers = self.config.response_headers("h11")
+        return [(name, SERVER if name == b"server" else value) for name, value in headers]
 
     async def _check_protocol(self, event: h11.Request) -> None:
         self._method = event.method
-        if not event.http_version.startswith(b"1."):
-            raise _Refused(
-                HTTPStatus.HTTP_VERSION_NOT_SUPPORTED,
-                f"HTTP/{event.http_version.decode('ascii')} is not spoken here; allowed: HTTP/1.1 and HTTP/1.0",
-            )
-        if not event.target.partition(b"?")[0]:
-            raise _Refused(HTTPStatus.BAD_REQUEST, "The request's target has no path.")
-        if event.method == b"CONNECT":
-            raise _Refused(HTTPStatus.NOT_IMPLEMENTED, "CONNECT is not offered.")
-        if any(
-            name == b"upgrade" and value.strip().lower() == b"websocket"
-            for name, value in event.headers
-        ):
-            raise _Refused(HTTPStatus.BAD_REQUEST, "WebSockets are not offered.")
+        check_request(event, self.config.h11_max_incomplete_size, self.config.server_names)
 
     async def _send_error_response(self, status_code: int) -> None:
-        status = HTTPStatus(status_code)
-        await self.owner.write(self._whole_response(status, status.phrase))
+        """Hypercorn's way to answer what h11 could not read."""
+        limit = self.config.h11_max_incomplete_size
+        refusal = unreadable(HTTPStatus(status_code), self.connection.complaint, limit)
+        await self.owner.write(self._whole_response(refusal))
 
-    def _whole_response(self, status: HTTPStatus, text: str) -> bytes:
-        body = text.encode() + b"\n"
+    def _failure(self, text: str) -> bytes:
+        return self._whole_response(RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, text))
+
+    def _whole_response(self, refusal: RequestRefused) -> bytes:
+        """Head, body and the connection's end. Only a failure of ours is worth another try."""
+        is_ours = refusal.status is HTTPStatus.INTERNAL_SERVER_ERROR
+        kind = "server_error" if is_ours else "invalid_request_error"
+        error = {"message": str(refusal), "type": kind, "param": None, "code": None}
+        body = error_body(error)
         headers = [
-            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
-            *self.config.response_headers("h11"),
+            *self._own_headers(),
         ]
-        events: list[Any] = [h11.Response(status_code=status, headers=headers)]
+        if not is_ours:
+            headers.append((b"x-should-retry", b"false"))
+        events: list[Any] = [_head(h11.Response, refusal.status, headers)]
         if self._method != b"HEAD":
             events.append(h11.Data(data=body))
         events.append(h11.EndOfMessage())
@@ -259,3 +301,9 @@ class Http1(H11Protocol):
         elif isinstance(event, Closed):
             self.closing = True
             self.owner.hang_up()
+
+
+def _head(kind: type[_Head], status: int, headers: list[tuple[bytes, bytes]]) -> _Head:
+    """With a reason phrase, which may be empty by RFC 9112; but h2load then sees no status at all."""
+    reason = responses.get(status, "Unknown").encode()
+    return kind(status_code=status, headers=headers, reason=reason)

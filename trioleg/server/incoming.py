@@ -7,11 +7,13 @@ timeouts that it may name, the header's bound and the server's own defaults hold
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import trio
 from quart_trio.wrappers import TrioRequest
+from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from ..errors import DeadlineExceeded, InvalidRequestError
 from ..runtime.arrival import RequestOptions
@@ -27,6 +29,9 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?", re.ASCII)
 # A client's id for its request is a few dozen characters; a longer one is neither echoed nor logged.
 _MAX_REQUEST_ID = 256
+# A refused request's body that is waited for: what comes in one or two packets, right behind its head.
+_SMALL_BODY = 2**16
+_SMALL_BODY_TIMEOUT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,12 @@ class IncomingRequest(TrioRequest):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.arrived_at = trio.current_time()
+        self.body_is_wanted = trio.Event()
+
+    @property
+    def waits_to_be_asked(self) -> bool:
+        """The client sends its body only when it is wanted."""
+        return self.headers.get("Expect", "").strip().lower() == "100-continue"
 
     @property
     def external_req_id(self) -> str | None:
@@ -76,8 +87,23 @@ class IncomingRequest(TrioRequest):
         timeouts = Timeouts(total=arrival.total).or_else(defaults)
         deadline, overdue = until(timeouts, arrival.at)
         with trio.move_on_at(deadline):
-            return await self.get_data(cache=False, as_text=False, parse_form_data=False)
+            return await self._body()
         raise DeadlineExceeded(overdue)
+
+    async def drop_small_body(self) -> None:
+        """For a refusal that does not need the body: a small one is on its way, and if it is taken, the connection can
+        be used again. A long one is not waited for."""
+        is_small = 0 < (self.content_length or 0) <= _SMALL_BODY
+        if is_small and not self.waits_to_be_asked:
+            with trio.move_on_after(_SMALL_BODY_TIMEOUT), suppress(HTTPException):
+                await self._body()
+
+    async def _body(self) -> bytes:
+        limit = self.max_content_length
+        if limit is not None and (self.content_length or 0) > limit:
+            raise RequestEntityTooLarge
+        self.body_is_wanted.set()
+        return await self.get_data(cache=False, as_text=False, parse_form_data=False)
 
 
 def request_options(

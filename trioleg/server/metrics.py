@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..errors import OVERLOAD_CODES
 from ..outputs import EndingKind
 from ..runtime.engine_link import EngineLinkStatistics
 from ..runtime.health import LLMState
@@ -92,6 +93,34 @@ class _LLMCollector(Collector):
         for state in LLMState:
             turned_away.add_metric([state.value], statistics.turned_away.get(state, 0))
         yield turned_away
+        overloaded = CounterMetricFamily(
+            "trioleg_requests_overloaded",
+            "Requests for which there was no room, by the code of their 429.",
+            labels=["code"],
+        )
+        for code in OVERLOAD_CODES:
+            overloaded.add_metric([code], statistics.overloaded.get(code, 0))
+        yield overloaded
+        yield GaugeMetricFamily(
+            "trioleg_inflight_requests",
+            "Requests that have begun and not ended, each of n choices counted.",
+            value=statistics.num_inflight_requests,
+        )
+        yield GaugeMetricFamily(
+            "trioleg_queued_prompt_tokens",
+            "Tokens of prompts whose first token has not come.",
+            value=statistics.num_queued_prompt_tokens,
+        )
+        yield GaugeMetricFamily(
+            "trioleg_unread_requests",
+            "Requests with output that waits for its reader.",
+            value=statistics.num_unread_requests,
+        )
+        yield GaugeMetricFamily(
+            "trioleg_unread_bytes",
+            "Output that waits for its readers, estimated.",
+            value=statistics.num_unread_bytes,
+        )
         yield _state_metric(self._llm.health().state)
         yield GaugeMetricFamily(
             "trioleg_engine_up",

@@ -19,6 +19,7 @@ from ..errors import (
     EngineUnavailableError,
     InvalidRequestError,
     OutputError,
+    OverloadedError,
     ReaderTooSlow,
     RequestAborted,
     ServerShutdown,
@@ -445,6 +446,7 @@ _ERRORS: tuple[tuple[type[TriolegError], int, str, str | None], ...] = (
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (RequestNotFoundError, 404, "invalid_request_error", "request_not_found"),
     (InvalidRequestError, 400, "invalid_request_error", None),
+    (OverloadedError, 429, "rate_limit_error", None),
     (EngineUnavailableError, 503, "service_unavailable_error", "engine_unavailable"),
     (EngineDeadError, 503, "service_unavailable_error", "engine_dead"),
     (ServerShutdown, 503, "service_unavailable_error", "server_shutdown"),
@@ -460,7 +462,7 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
     but that it is one."""
     for kind, status, type_, code in _ERRORS:
         if isinstance(error, kind):
-            parameter = getattr(error, "parameter", None)
+            parameter, code = getattr(error, "parameter", None), getattr(error, "code", code)
             return status, {"message": str(error), "type": type_, "param": parameter, "code": code}
     message = "the server failed to answer; its log says why"
     return 500, {"message": message, "type": "server_error", "param": None, "code": None}

@@ -17,6 +17,7 @@ from ..errors import (
     DeadlineExceeded,
     EngineDeadError,
     EngineUnavailableError,
+    OverloadedError,
     RequestEnded,
     ServerShutdown,
     TriolegError,
@@ -75,7 +76,7 @@ class Routes:
             ("POST", "/v1/chat/completions", self.chat_completions),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/requests", self.requests),
-            ("DELETE", "/v1/requests/<shown_id>", self.abort),
+            ("DELETE", "/v1/requests/<request_id>", self.abort),
             ("GET", "/health", self.health),
             ("GET", "/ready", self.ready),
             ("GET", "/live", self.live),
@@ -86,14 +87,27 @@ class Routes:
         """POST /v1/chat/completions."""
         incoming = cast(IncomingRequest, request)
         arrival = incoming.arrival()
+        # First: to read, parse and tokenize what will be turned away would make the overload worse.
+        await self._refuse_early(incoming)
         body = await self._body_of(incoming, arrival)
         chat = parse_chat_completion(body, self._llm.default_sampling_params)
         check_model(chat, self._name)
         return self._stream(chat, arrival) if chat.stream else await self._whole(chat, arrival)
 
+    async def _refuse_early(self, incoming: IncomingRequest) -> None:
+        error: OverloadedError | None = None
+        try:
+            self._llm.check_room()
+        except OverloadedError as caught:
+            error = caught
+        if error is not None:
+            await incoming.drop_small_body()
+            raise error
+
     async def _body_of(self, incoming: IncomingRequest, arrival: FromHeaders) -> bytes:
         try:
-            return await incoming.body_within(arrival, self._llm.timeouts)
+            with self._llm.until_drain():
+                return await incoming.body_within(arrival, self._llm.timeouts)
         except DeadlineExceeded as error:
             self._llm.note_unsent(
                 Ending(EndingKind.DEADLINE, str(error)),
@@ -145,16 +159,16 @@ class Routes:
         data = [_listed(stream) for stream in self._llm.live_requests()]
         return json_response(msgspec.json.encode({"object": "list", "data": data}))
 
-    async def abort(self, shown_id: str) -> Response:
+    async def abort(self, request_id: str) -> Response:
         """DELETE /v1/requests/ID, the id as answers have it, the whole of it."""
-        request_id = request_id_of(shown_id)
-        if request_id is None or not self._llm.abort(request_id):
+        own_id = request_id_of(request_id)
+        if own_id is None or not self._llm.abort(own_id):
             raise RequestNotFoundError(
-                f"id is {shown_id!r:.300}, which is no live request's; allowed: an id that GET "
+                f"id is {request_id!r:.300}, which is no live request's; allowed: an id that GET "
                 "/v1/requests lists",
                 parameter="id",
             )
-        aborted = {"id": shown_id, "object": "request", "aborted": True}
+        aborted = {"id": request_id, "object": "request", "aborted": True}
         return json_response(msgspec.json.encode(aborted))
 
     async def health(self) -> Response:

@@ -1,140 +1,209 @@
 """``serve``: the server inside your own program.
 
-It listens, runs the connections, and ends in order: when it is told to shut down, or when the engine
-has died, new requests are refused, live streams are ended (each client gets its last frames), and
-then the connections close. The engine is not its business: ``open_llm`` wraps it.
+It listens, runs the connections, and ends in order. When it is told to shut down it drains: new requests are
+refused, while it goes on listening, so that clients and probes hear why; running ones have their time; then live
+streams are ended (each client gets its last frames), and the connections close. When the engine has died there
+is nothing to wait for. The engine is not its business: ``open_llm`` wraps it.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import trio
 from hypercorn import Config
 
 from ..config import ServerConfig
-from ..errors import TriolegError
 from ..runtime.llm import LLM
 from ..runtime.unwrap import unwrapped
+from .accepting import Listener, TlsListener
 from .app import create_app
-from .connection import ConnectionLimits, serve_connections
+from .binding import BACKLOG, Binding, bind_all, bind_sockets
+from .connection import ConnectionLimits, Connections, serve_connections
+from .hypercorn_config import HypercornSettings
 
-__all__ = ["BoundServer", "bind_sockets", "serve"]
+__all__ = ["Address", "BoundServer", "bind_sockets", "serve"]
 
 _log = logging.getLogger("trioleg.server")
 
-# Linux takes less if net.core.somaxconn says so. A burst of clients should wait, not be refused.
-_BACKLOG = 1024
+_CAUSE = "the server is shutting down"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where clients find the server. ``host``: as it was asked for, "" for a Unix socket, whose file ``path`` is.
+    ``port``: the one that was really taken. ``root_path``: what every path begins with."""
+
+    host: str
+    port: int
+    path: str | None = None
+    is_tls: bool = False
+    root_path: str = ""
+
+    @property
+    def url(self) -> str:
+        """For a Unix socket, what a client that knows the file asks for."""
+        scheme = "https" if self.is_tls else "http"
+        if self.path is not None:
+            return f"{scheme}://localhost{self.root_path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.port}{self.root_path}"
 
 
 @dataclass(frozen=True, slots=True)
 class BoundServer:
-    """Where the server listens, with the port that was really taken."""
+    """Where the server listens: ``host``, ``port`` and ``url`` are of the first of ``addresses``."""
 
-    host: str
-    port: int
+    addresses: tuple[Address, ...]
+
+    @property
+    def host(self) -> str:
+        return self.addresses[0].host
+
+    @property
+    def port(self) -> int:
+        return self.addresses[0].port
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return self.addresses[0].url
 
 
-async def bind_sockets(config: ServerConfig) -> list[trio.socket.SocketType]:
-    """Take the address before anything slow starts; ``serve`` listens on it. Until then connections
-    are refused. The caller closes them, unless ``serve`` has got them.
-
-    Raises ``TriolegError`` if the address cannot be had. Cancel-safe: nothing is left open then.
-    """
-    sockets: list[trio.socket.SocketType] = []
-    port = config.port
-    with ExitStack() as unless_all_are_bound:
-        try:
-            found = await trio.socket.getaddrinfo(
-                config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-            for family, kind, proto, _, address in found:
-                one = unless_all_are_bound.enter_context(trio.socket.socket(family, kind, proto))
-                sockets.append(one)
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                await one.bind((address[0], port, *address[2:]))
-                # A name with several addresses gets one port on all of them.
-                port = one.getsockname()[1]
-        except OSError as error:
-            where = f"{config.host}:{config.port}"
-            raise TriolegError(f"cannot listen on {where}: {error.strerror or error}") from None
-        unless_all_are_bound.pop_all()
-    return sockets
-
-
-async def serve(
+async def serve(  # noqa: ASYNC128 - ``_serve`` does
     llm: LLM,
     config: ServerConfig | None = None,
     *,
-    sockets: Sequence[trio.socket.SocketType] | None = None,
+    hypercorn_config: Config | HypercornSettings | None = None,
+    sockets: Sequence[trio.socket.SocketType | Binding] | None = None,
     shutdown: trio.Event | None = None,
     task_status: trio.TaskStatus[BoundServer] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve ``llm`` until ``shutdown`` is set or the engine has died; starts with a ``BoundServer``.
 
+    After ``shutdown`` requests that are running, your program's own among them, may go on for ``config.drain_timeout``
+    seconds; ``LLM.shut_down`` ends that wait, and them. New ones are refused with a 503, idle connections closed. The
+    LLM takes no more requests afterwards.
     After the engine's death it goes on for ``config.engine_death_linger`` seconds, answering 503, so
-    that health probes see why. ``sockets``: from ``bind_sockets``; closed here. A cancel ends
-    everything at once, without last frames. Raises ``TriolegError`` if the address cannot be had.
+    that health probes see why. ``hypercorn_config``: what was set in it goes before ``config`` (its ``bind`` before
+    host and port, say); its defaults do not count. ``sockets``: from ``bind_sockets`` or ``bind_all``, in place of
+    all addresses; closed here. Under TLS all are spoken to that do not say otherwise themselves. A cancel ends
+    everything at once, without last frames. Raises ``TriolegError`` if an address cannot be had, and
+    ``InvalidRequestError`` for a setting that is not served.
     """
     config = config or ServerConfig()
     shutdown = trio.Event() if shutdown is None else shutdown
-    sockets = await bind_sockets(config) if sockets is None else sockets
-    listeners = [_listener(one) for one in sockets]
-    host, port = config.host, sockets[0].getsockname()[1]
+    with ExitStack() as at_the_end:
+        for given in sockets or ():
+            at_the_end.callback(given.close)
+        settings = _settings(hypercorn_config)
+        at_the_end.enter_context(settings.logging())
+        if sockets is None:
+            sockets = await bind_all(config, settings)
+        bindings = [_binding(one, config, settings) for one in sockets]
+        for one in bindings:
+            at_the_end.callback(one.close)
+        await _serve(llm, config, settings, bindings, shutdown, task_status.started)
+
+
+def _settings(given: Config | HypercornSettings | None) -> HypercornSettings:
+    return given if isinstance(given, HypercornSettings) else HypercornSettings.of(given)
+
+
+def _binding(
+    one: trio.socket.SocketType | Binding, config: ServerConfig, settings: HypercornSettings
+) -> Binding:
+    if isinstance(one, Binding):
+        return one
+    return replace(Binding.of(one), host=config.host, is_tls=settings.tls is not None)
+
+
+async def _serve(
+    llm: LLM,
+    config: ServerConfig,
+    settings: HypercornSettings,
+    bindings: Sequence[Binding],
+    shutdown: trio.Event,
+    started: Callable[[BoundServer], None],
+) -> None:
+    # A name with several addresses is one address to clients.
+    bound = BoundServer(tuple(dict.fromkeys(_address(one, settings) for one in bindings)))
     closing = trio.Event()
     limits = ConnectionLimits(
         keep_alive_timeout=config.keep_alive_timeout,
         graceful_timeout=config.graceful_timeout,
         write_timeout=config.write_timeout,
+        max_connections=config.max_connections,
     )
     run = partial(
         serve_connections,
         create_app(llm, config),
-        Config(),
-        listeners,
+        settings.protocol,
+        [_listener(one, settings) for one in bindings],
         shutdown=closing,
-        limits=limits,
+        limits=replace(limits, **settings.limits),
     )
     with unwrapped():
         async with trio.open_nursery() as watchers:
-            watchers.start_soon(_close_when_told, llm, shutdown, closing)
-            watchers.start_soon(_close_after_death, llm, config.engine_death_linger, closing)
-            async with trio.open_nursery() as connections:
-                await connections.start(run)
-                task_status.started(BoundServer(host, port))
+            async with trio.open_nursery() as server:
+                connections: Connections = await server.start(run)
+                drain = partial(_drain, llm, connections, config.drain_timeout)
+                watchers.start_soon(_close_when_told, shutdown, drain, closing)
+                watchers.start_soon(
+                    _close_after_death, llm, config.engine_death_linger, shutdown, closing
+                )
+                started(bound)
             watchers.cancel_scope.cancel(reason="the server has closed")
 
 
-def _listener(one: trio.socket.SocketType) -> trio.SocketListener:
-    one.listen(_BACKLOG)
-    return trio.SocketListener(one)
+def _address(one: Binding, settings: HypercornSettings) -> Address:
+    root_path = settings.protocol.root_path
+    return Address(one.host, one.port or 0, one.path, one.is_tls, root_path)
 
 
-async def _close_when_told(llm: LLM, shutdown: trio.Event, closing: trio.Event) -> None:
+def _listener(one: Binding, settings: HypercornSettings) -> Listener:
+    one.socket.listen(settings.backlog or BACKLOG)
+    listener = trio.SocketListener(one.socket)
+    if settings.tls is None or not one.is_tls:
+        return listener
+    return TlsListener(listener, settings.tls)
+
+
+async def _close_when_told(
+    shutdown: trio.Event, drain: Callable[[], Awaitable[None]], closing: trio.Event
+) -> None:
     await shutdown.wait()
-    llm.shut_down("the server is shutting down")
+    await drain()
     closing.set()
 
 
-async def _close_after_death(llm: LLM, linger: float, closing: trio.Event) -> None:
+async def _drain(llm: LLM, connections: Connections, seconds: float) -> None:
+    """Refuse what comes, wait for what is running, and end the rest."""
+    llm.drain(_CAUSE)
+    connections.drain()
+    running = llm.statistics().num_inflight_requests
+    if running:
+        _log.info("draining: up to %g s for what is running (requests: %d)", seconds, running)
+    with trio.move_on_after(seconds):
+        # Those of HTTP, until their answers are out; then the program's own.
+        await connections.wait_idle()
+        await llm.wait_idle()
+    llm.shut_down(_CAUSE)
+
+
+async def _close_after_death(
+    llm: LLM, linger: float, shutdown: trio.Event, closing: trio.Event
+) -> None:
     try:
         await llm.wait_dead()
     except trio.ClosedResourceError:
         # The block of the LLM has been left before the server has ended: there is nothing to serve.
         closing.set()
         return
-    _log.warning("the server answers 503 for %g s, then it ends", linger)
+    if not shutdown.is_set():
+        _log.warning("the server answers 503 for %g s, then it ends", linger)
     await trio.sleep(linger)
     closing.set()
