@@ -27,7 +27,7 @@ def test_nothing_is_left_of_a_thousand_requests_and_an_engine(smollm2) -> None:
     # Of every kind of client there were some, or the churn is none.
     assert {"stream complete", "answer complete", "reset", "left in mid-stream"} <= set(ends)
     assert set(report["leftovers"].values()) == {0.0}
-    assert len(report["leftovers"]) == 4
+    assert len(report["leftovers"]) == 7
     before, after = report["descriptors"]
     assert after <= before
     assert report["restarts"] == 1

@@ -8,5 +8,7 @@ A figure is printed beside its goal; nothing here passes or fails by speed.
 
     endings ──► disconnects, deaths ──► servers ──► processes
     churn ──► churn_client; churn ────► servers
-    disconnects ──► played_engine;   all ──► client, measurement
+    stalled ──► stalled_report ──► stalled_client;   stalled ──► servers
+    disconnects ──► played_engine;   churn, stalled ──► metrics;   all ──► client, measurement
+    load ──► load_streams (a program of its own), servers
 """

@@ -7,7 +7,6 @@ outside, by what it answers and what /proc says of it.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
@@ -21,14 +20,14 @@ from typing import Any
 
 import h11
 import trio
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import InvalidRequestError, TriolegError
+from ..errors import InvalidRequestError
 from ..runtime.unwrap import unwrapped
 from .churn_client import ENDS, Plan, judge
 from .client import CHAT, ask, chat_body, is_healthy
+from .metrics import read_metrics
 from .processes import count_descriptors, resident_kb, until
 from .servers import Server, engine_of, engine_of_pid, own_server
 
@@ -60,6 +59,9 @@ _LEFTOVERS = (
     "trioleg_engine_live_requests",
     "trioleg_engine_running_requests",
     "trioleg_engine_waiting_requests",
+    "trioleg_inflight_requests",
+    "trioleg_queued_prompt_tokens",
+    "trioleg_unread_bytes",
 )
 
 
@@ -252,7 +254,7 @@ class _Run:
         self.report.descriptors = (self.report.descriptors[0], self._descriptors())
 
     async def _has_nothing_left(self) -> bool:
-        self.report.leftovers = await _leftovers(self._server.port)
+        self.report.leftovers = await read_metrics(self._server.port, _LEFTOVERS)
         return not any(self.report.leftovers.values())
 
     async def _has_closed_all(self) -> bool:
@@ -261,25 +263,6 @@ class _Run:
 
     def _descriptors(self) -> int:
         return count_descriptors(self._server.program.pid)
-
-
-async def _leftovers(port: int) -> dict[str, float]:
-    """What ``/metrics`` says of ``_LEFTOVERS``, NaN if nothing. Raises ``TriolegError``."""
-    try:
-        async with ask(port, "/metrics") as exchange:
-            await exchange.receive_all()
-    except (OSError, h11.RemoteProtocolError) as error:
-        raise TriolegError(f"the server under test does not answer any more: {error}") from error
-    families = text_string_to_metric_families(exchange.body.decode())
-    # What is not there is no 0.
-    leftovers = dict.fromkeys(_LEFTOVERS, math.nan)
-    leftovers |= {
-        sample.name: sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name in leftovers
-    }
-    return leftovers
 
 
 def show_churn(report: ChurnReport, console: Console) -> None:

@@ -58,6 +58,10 @@ class Program:
         """Of the program itself, not of its guardian."""
         return self._running.engine_pid
 
+    async def wait(self) -> str:
+        """Wait for its end; a clause that says how it ended. Cancel-safe."""
+        return str(await self._running.wait())
+
     @property
     def _running(self) -> EngineProcess:
         assert self._process is not None, "running gives it its process"

@@ -20,6 +20,7 @@ import trio
 
 from ..config import LLMConfig, ServerConfig
 from ..errors import TriolegError
+from ..heap import settle_heap
 from ..runtime.opening import open_llm
 from ..server.serve import serve
 from ..serving import ready_line
@@ -60,6 +61,7 @@ async def _serve(model: str, script: Path, config: LLMConfig) -> None:
             bound = await nursery.start(partial(serve, llm, ServerConfig(port=0)))
             click.echo(f"listening at {bound.url}")
             await llm.wait_ready()
+            settle_heap()
             click.echo(ready_line(bound.url, model))
 
 

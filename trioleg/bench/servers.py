@@ -91,21 +91,23 @@ async def engine_of(program: Program) -> int:
 
 
 @asynccontextmanager
-async def open_attaching(model: str) -> AsyncIterator[tuple[Program, str]]:
-    """``trioleg serve --attach``, and the address at which it waits for an engine."""
+async def open_attaching(model: str, *options: str) -> AsyncIterator[tuple[Program, str]]:
+    """``trioleg serve --attach``, with more ``options`` if there are any, and the address at which it waits for an engine."""
     with private_ipc_dir() as folder:
         address = f"ipc://{folder}/handshake"
-        options = ("--port", "0", "--log-level", "warning", "--attach", address)
+        options = ("--port", "0", "--log-level", "warning", "--attach", address, *options)
         arguments = ("-m", "trioleg", "serve", model, *options)
         async with running(*arguments, folder=folder) as program:
             yield program, address
 
 
 @asynccontextmanager
-async def attached_server(model: str, script: Mapping[str, Any]) -> AsyncIterator[Server]:
-    """A server with an engine that was started on its own. Raises ``TriolegError``."""
+async def attached_server(
+    model: str, script: Mapping[str, Any], *options: str
+) -> AsyncIterator[Server]:
+    """A server with an engine that was started on its own. ``options`` of ``trioleg serve``. Raises ``TriolegError``."""
     with _script_file(script) as path:
-        async with open_attaching(model) as (program, address):
+        async with open_attaching(model, *options) as (program, address):
             engine = ("-m", "trioleg", "engine", "--script", str(path), "--handshake", address)
             async with running(*engine, folder=path.parent) as engine_program:
                 yield Server(program, await ready_port(program), engine_program.pid)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import model_store
-from ..config import LLMConfig
+from ..config import LLMConfig, ServerConfig
 from ..errors import TriolegError
 from .group import commands
 from .models import make_ready
 from .options import INTERRUPTED, console
 
-__all__ = ["bench", "churn", "endings"]
+if TYPE_CHECKING:
+    from ..bench.measurement import Measurement
+
+__all__ = ["bench", "churn", "endings", "load", "stalled"]
 
 
 @commands.group(short_help="Measure what endings cost.")
@@ -65,16 +68,9 @@ def endings(tries: int, only: tuple[str, ...], model: str, as_json: bool) -> Non
     Example:
       trioleg bench endings --tries 5 --only kill-engine --only stop-engine
     """
-    import msgspec
-
     from ..bench.endings import measure_endings
-    from ..bench.measurement import show_measurements
 
-    measured = _run_bench(model, measure_endings, tries, only, _tell)
-    if as_json:
-        click.echo(msgspec.json.encode([one.summary() for one in measured]))
-    else:
-        show_measurements(measured, console())
+    _show(_run_bench(model, measure_endings, tries, only, _tell), as_json=as_json)
 
 
 @bench.command(short_help="Many clients that leave, engines that die.")
@@ -121,6 +117,117 @@ def churn(model: str, as_json: bool, **settings: Any) -> None:
     else:
         show_churn(report, console())
     if faults := report.faults(asked):
+        raise TriolegError("; ".join(faults))
+
+
+@bench.command(short_help="Many streams beside prompts of megabytes.")
+@click.option("--streams", type=click.IntRange(1, 10_000), default=1000, show_default=True)
+@click.option(
+    "--step",
+    type=click.FloatRange(min=0.001),
+    default=0.1,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two tokens of a stream.",
+)
+@click.option(
+    "--prompts", type=click.IntRange(min=1), default=5, show_default=True, help="Big ones."
+)
+@click.option(
+    "--megabytes",
+    type=click.FloatRange(0.01, ServerConfig().max_body_bytes / 1e6 - 0.1),
+    default=5.0,
+    show_default=True,
+    help="Of text in each big prompt.",
+)
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Stop by then, whatever has been measured.",
+)
+@_bench_model
+@_bench_json
+def load(model: str, as_json: bool, **settings: Any) -> None:
+    """Measure /health, the streams' evenness and the wait of small prompts, without and with a big prompt.
+
+    Each big prompt is followed by as long a time without one, on the same server; the streams' clients are a process
+    of their own.
+
+    \b
+    Example:
+      trioleg bench load --streams 100 --prompts 2
+    """
+    from ..bench.load import Load, run_load
+
+    _show(_run_bench(model, run_load, Load(**settings), _tell), as_json=as_json)
+
+
+def _show(measured: list[Measurement], *, as_json: bool) -> None:
+    import msgspec
+
+    from ..bench.measurement import show_measurements
+
+    if as_json:
+        click.echo(msgspec.json.encode([one.summary() for one in measured]))
+    else:
+        show_measurements(measured, console())
+
+
+@bench.command(short_help="Clients that read nothing.")
+@click.option("--stalled", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option(
+    "--readers", type=click.IntRange(min=1), default=10, show_default=True, help="Beside them."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=100_000,
+    show_default=True,
+    help="Of the engine, at most.",
+)
+@click.option(
+    "--step-interval",
+    type=click.FloatRange(min=0),
+    default=0.02,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two. An engine that is faster than the front end for long fills its memory with unread messages.",
+)
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Stop to look by then, whatever has been sent.",
+)
+@_bench_model
+@_bench_json
+def stalled(model: str, as_json: bool, **settings: Any) -> None:
+    """Let clients ask for streams that they never read, and see what that takes, and that nobody else notices.
+
+    First with a write bound that is out of reach, then with a short one. Exit code 1 if a reader missed a token, if
+    SIGTERM took longer than it may, or if a connection did not end in order.
+
+    \b
+    Example:
+      trioleg bench stalled --stalled 50 --time-limit 10
+    """
+    import msgspec
+
+    from ..bench.stalled import run_stalled
+    from ..bench.stalled_report import Stalled, show_stalled
+
+    asked = Stalled(**settings)
+    let_be, bound = _run_bench(model, run_stalled, asked, _tell)
+    if as_json:
+        click.echo(msgspec.json.encode({"let_be": let_be, "bound": bound}))
+    else:
+        show_stalled(asked, let_be, bound, console())
+    if faults := [*let_be.faults(asked), *bound.faults()]:
         raise TriolegError("; ".join(faults))
 
 
