@@ -20,6 +20,7 @@ PRINTED = {
     ),
     "offline_batch.py": r"The capital of France is Paris\.\n.*\nfailed: prompt has 0 tokens; .*\n",
     "structured.py": r"\['capital', 'city'\]\n(Paris|Rome)\nrefused: structured_outputs.regex\n",
+    "plain_hypercorn.py": r"The capital of France is Paris\.\n",
     "own_server.py": r"serving smollm2-135m with up to \d+ tokens\nThe capital of France is Paris\.\n",
 }
 

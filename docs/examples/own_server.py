@@ -26,7 +26,8 @@ async def main() -> None:
             answer = await client.post("/v1/chat/completions", json=body, timeout=60)
             print(answer.json()["choices"][0]["message"]["content"])
 
-        # Refuses new requests, ends live streams with their last frames, closes connections, returns.
+        # Refuses new requests, lets running ones go on for ServerConfig.drain_timeout, ends the rest with their
+        # last frames, closes connections, returns.
         shutdown.set()
 
 
