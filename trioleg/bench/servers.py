@@ -92,7 +92,8 @@ async def engine_of(program: Program) -> int:
 
 @asynccontextmanager
 async def open_attaching(model: str, *options: str) -> AsyncIterator[tuple[Program, str]]:
-    """``trioleg serve --attach``, with more ``options`` if there are any, and the address at which it waits for an engine."""
+    """``trioleg serve --attach``, with more ``options`` if there are any, and the address at which it waits for an
+    engine."""
     with private_ipc_dir() as folder:
         address = f"ipc://{folder}/handshake"
         options = ("--port", "0", "--log-level", "warning", "--attach", address, *options)

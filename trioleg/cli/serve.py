@@ -168,8 +168,8 @@ def serve(
     directory, a GGUF file, or OWNER/NAME on the hub; fetched or converted if it has not been yet.
 
     Prints one ready line and a curl line to try. SIGINT and SIGTERM end it in good order, with exit code 0: running
-    requests go on for --drain-timeout at most, new ones get 503; a second one does not wait. If the engine dies, requests get 503 for ten seconds, then it ends with
-    exit code 1, unless --restart-engine starts another.
+    requests go on for --drain-timeout at most, new ones get 503; a second one does not wait. If the engine dies,
+    requests get 503 for ten seconds, then it ends with exit code 1, unless --restart-engine starts another.
 
     \b
     Example:

@@ -5,9 +5,9 @@ it has cost anything: when too many are in flight, when too many tokens of promp
 than its own deadline. What was admitted gives its slot back when it ends, however it ends.
 
 The wait is a guess from what the engine says of itself and from what has been seen of it. Only when requests wait
-in the engine for others to end is there a wait at all. Then a place in its batch becomes free every T / R seconds: R requests are
-running, and T is how long one stays, the mean of those that have ended lately, or, if it is more, the mean age of
-those that run. (Little's law; prompts of very different lengths make it rough.)
+in the engine for others to end is there a wait at all. Then a place in its batch becomes free every T / R seconds: R
+requests are running, and T is how long one stays, the mean of those that have ended lately, or, if it is more, the
+mean age of those that run. (Little's law; prompts of very different lengths make it rough.)
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Slot:
 
 class Admission:
     """``num_inflight``: choices of requests that have begun and not ended; ``num_queued``: of those, without a first
-    token; ``num_queued_tokens``: of their prompts, a guess until they are tokenized. ``refused``: requests turned away, by the error's code.
+    token; ``num_queued_tokens``: of their prompts, a guess until they are tokenized. ``refused``: requests turned
+    away, by the error's code.
 
     ``engine_load``: how many requests run and wait in the engine, by its own last word.
     """
