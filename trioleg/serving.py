@@ -58,8 +58,8 @@ async def run_server(
 ) -> None:
     """Serves until a signal comes; for ``trio.run``, in the main thread.
 
-    ``hear`` is called once signals are received here. ``hypercorn``: as in ``serve``. Raises ``TriolegError``: the model or the
-    address cannot be had, the engine does not start, or, once everything is taken down, it died.
+    ``hear`` is called once signals are received here. ``hypercorn``: as in ``serve``. Raises ``TriolegError``: the
+    model or the address cannot be had, the engine does not start, or, once everything is taken down, it died.
     """
     program = _Program(hypercorn)
     try:

@@ -30,7 +30,7 @@ async def attack(server: Server, seed: int, count: int) -> None:
 async def test_mutated_requests_end_at_most_their_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with serving(http_app(echo), bound=10 * BOUND, drain_timeout=0.5) as server:
+    async with serving(http_app(echo), bound=10 * BOUND, linger_timeout=0.5) as server:
         tasks = trio.lowlevel.current_statistics().tasks_living
         async with trio.open_nursery() as nursery:
             for seed in range(4):

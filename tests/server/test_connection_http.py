@@ -261,7 +261,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 async def test_what_is_not_served_is_refused_with_a_status(name: str) -> None:
     request, status, said = REFUSED[name]
-    async with serving(http_app(echo), drain_timeout=1) as server:
+    async with serving(http_app(echo), linger_timeout=1) as server:
         answer = await server.exchange(request)
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert said in refusal_in(answer)

@@ -174,7 +174,7 @@ async def test_an_app_that_fails_while_it_is_cancelled_ends_nothing_else(
     assert "in the cleanup" in caplog.text
 
 
-async def test_a_client_that_never_stops_sending_does_not_hold_the_drain() -> None:
+async def test_a_client_that_never_stops_sending_holds_no_close_up() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await reply(send, b"early", status=413)
 
@@ -183,8 +183,8 @@ async def test_a_client_that_never_stops_sending_does_not_hold_the_drain() -> No
             await stream.send_all(b"x" * 2**16)
 
     bounds: list[dict[str, Any]] = [
-        {"drain_timeout": 0.1, "max_drain_bytes": 2**60},
-        {"drain_timeout": 10 * BOUND, "max_drain_bytes": 2**20},
+        {"linger_timeout": 0.1, "max_linger_bytes": 2**60},
+        {"linger_timeout": 10 * BOUND, "max_linger_bytes": 2**20},
     ]
     for limits in bounds:
         async with serving(http_app(app), **limits) as server, server.connect() as client:

@@ -106,7 +106,10 @@ async def open_attaching(model: str, *options: str) -> AsyncIterator[tuple[Progr
 async def attached_server(
     model: str, script: Mapping[str, Any], *options: str
 ) -> AsyncIterator[Server]:
-    """A server with an engine that was started on its own. ``options`` of ``trioleg serve``. Raises ``TriolegError``."""
+    """A server with an engine that was started on its own. ``options`` of ``trioleg serve``.
+
+    Raises ``TriolegError``.
+    """
     with _script_file(script) as path:
         async with open_attaching(model, *options) as (program, address):
             engine = ("-m", "trioleg", "engine", "--script", str(path), "--handshake", address)

@@ -131,7 +131,11 @@ def churn(model: str, as_json: bool, **settings: Any) -> None:
     help="Between two tokens of a stream.",
 )
 @click.option(
-    "--prompts", type=click.IntRange(min=1), default=5, show_default=True, help="Big ones."
+    "--prompts",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Big prompts, one after the other.",
 )
 @click.option(
     "--megabytes",
@@ -177,16 +181,26 @@ def _show(measured: list[Measurement], *, as_json: bool) -> None:
 
 
 @bench.command(short_help="Clients that read nothing.")
-@click.option("--stalled", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option(
-    "--readers", type=click.IntRange(min=1), default=10, show_default=True, help="Beside them."
+    "--stalled",
+    type=click.IntRange(min=1),
+    default=200,
+    show_default=True,
+    help="Clients that ask for a stream and read nothing of it.",
+)
+@click.option(
+    "--readers",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Clients beside them that read, and check every token.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
     default=100_000,
     show_default=True,
-    help="Of the engine, at most.",
+    help="Tokens of each stream, at most.",
 )
 @click.option(
     "--step-interval",
@@ -194,7 +208,7 @@ def _show(measured: list[Measurement], *, as_json: bool) -> None:
     default=0.02,
     show_default=True,
     metavar="SECONDS",
-    help="Between two. An engine that is faster than the front end for long fills its memory with unread messages.",
+    help="Between two tokens; 0 is as fast as the front end takes them.",
 )
 @click.option(
     "--time-limit",

@@ -2,8 +2,8 @@
 
 ``put`` never waits and never queues: what the reader has not taken yet is merged into one output
 (``output/merge.py``), so a client that stops reading can neither stop the link nor grow its memory
-beyond ``max_bytes``, and all readers together have a bound, too (``unread.py``). A reader that waits is woken by the first ``put`` and finds, when it runs,
-everything that came meanwhile.
+beyond ``max_bytes``, and all readers together have a bound, too (``unread.py``). A reader that waits is
+woken by the first ``put`` and finds, when it runs, everything that came meanwhile.
 """
 
 from __future__ import annotations

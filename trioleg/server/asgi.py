@@ -42,7 +42,10 @@ ASGIApp: TypeAlias = Callable[[Any, Receive, Send], Awaitable[None]]
 _NOT_TRIO = (
     "trioleg needs Trio, and this server runs its apps on asyncio; start it as: hypercorn -k trio"
 )
-_NO_LIFESPAN = "the engine is started in the ASGI lifespan, of which this server has sent nothing; it has to be switched on"
+_NO_LIFESPAN = (
+    "the engine is started in the ASGI lifespan, of which this server has sent nothing; it has to be "
+    "switched on"
+)
 # What a client may do about it: the engine is loading, and nobody knows for how long.
 _RETRY_AFTER_S = 1.0
 

@@ -47,12 +47,13 @@ __all__ = ["ClientConnection", "ConnectionLimits", "RunningRequests", "Shared"]
 
 _logger = logging.getLogger(__name__)
 
-DRAIN_SIZE = 2**16
+LINGER_SIZE = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """What one connection may take. Seconds and bytes; raises ``ValueError`` for a negative one."""
+    """What one connection may take, and how many there may be. Seconds and bytes; raises ``ValueError`` for a
+    negative one."""
 
     # Between two requests, and for the whole head of one. Client pools keep connections for 60 to
     # 75 s; a server that closes first makes them see a reset.
@@ -70,8 +71,8 @@ class ConnectionLimits:
     max_head_bytes: int = 2**16
     # After an early answer the rest of a request's body is read and dropped, for closing over unread
     # input resets the connection, and the answer may be lost. nginx lingers as long.
-    drain_timeout: float = 5.0
-    max_drain_bytes: int = 2**26
+    linger_timeout: float = 5.0
+    max_linger_bytes: int = 2**26
     # Beyond it a client gets a 503. None: what the system's limit on open files leaves room for.
     max_connections: int | None = None
 
@@ -266,8 +267,8 @@ class ClientConnection:
             with suppress(OSError):
                 await self._finish()
                 if lingers:
-                    with trio.move_on_after(self._limits.drain_timeout):
-                        await self._drain()
+                    with trio.move_on_after(self._limits.linger_timeout):
+                        await self._linger()
         self._stream.close()
 
     async def _finish(self) -> None:
@@ -277,14 +278,14 @@ class ClientConnection:
         else:
             await self._stream.finish()
 
-    async def _drain(self) -> None:
-        drained = 0
-        while drained <= self._limits.max_drain_bytes:
+    async def _linger(self) -> None:
+        dropped = 0
+        while dropped <= self._limits.max_linger_bytes:
             # Under the stream, which has ended: nobody looks at what comes now.
-            data = await self._stream.socket.recv(DRAIN_SIZE)
+            data = await self._stream.socket.recv(LINGER_SIZE)
             if not data:
                 return
-            drained += len(data)
+            dropped += len(data)
 
     async def _say_last_words(self) -> None:
         """What the kernel takes at once, in a connection that has failed or was cancelled."""
