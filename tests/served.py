@@ -91,11 +91,15 @@ class Server:
 
 
 def write_script(folder: Path, **script: Any) -> Path:
-    """A script that counts, a token every 2 ms, unless ``script`` says otherwise."""
+    """A script that counts, a token every 2 ms, unless ``script`` says otherwise.
+
+    It replaces the one of before in one go, which an engine may be reading.
+    """
     file = folder / "script.json"
     fields = {"token_ids": counting_ids(), "step_interval_s": 0.002, **script}
-    file.write_text(json.dumps(fields))
-    return file
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(fields))
+    return new.replace(file)
 
 
 @contextmanager
