@@ -1,12 +1,12 @@
 """The engine-core wire's messages (hop 2), as msgspec structs.
 
-This is vLLM's engine-core protocol, versions 0.26 to 0.33 (0.23 differs in one position that the
-front end reads, ``EngineCoreOutput.prefill_stats``). Names and positions are vLLM's, so that the two
-sources can be read side by side. Structs marked ``array_like`` travel as arrays and are decoded by
-position; new trailing fields of a newer peer are ignored, missing ones take their default.
+This is vLLM's engine-core protocol as ``WIRE_VERSION`` has it; ``ipc/versions.py`` knows where others differ. Names
+and positions are vLLM's, so that the two sources can be read side by side. Structs marked ``array_like`` travel as
+arrays and are decoded by position; new trailing fields of a newer peer are ignored, missing ones take their
+default.
 
-Rules of this file: plain data, no behaviour beyond small helpers, no imports but ``errors``.
-Fields typed ``Any`` are carried but not looked at.
+Rules of this file: plain data, no behaviour beyond small helpers, no imports but ``errors``. Fields typed ``Any``
+are carried but not looked at.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 __all__ = [
     "ENGINE_CORE_DEAD",
     "ENGINE_SHUTTING_DOWN",
+    "WIRE_VERSION",
     "ArrayData",
     "EngineCoreEvent",
     "EngineCoreOutput",
@@ -37,12 +38,16 @@ __all__ = [
     "NdArray",
     "PrefillStats",
     "PrefixCacheStats",
+    "RequestError",
     "SchedulerStats",
     "UtilityOutput",
     "engine_identity",
     "read_refusal",
     "refusal_reason",
 ]
+
+# What our engines' ready responses say: a head knows the positions by it.
+WIRE_VERSION = "0.33.0"
 
 # Our engine's stop_reason for what it ends, with ABORT, because it is told to leave: nobody has aborted that
 # request. (vLLM's engine says nothing, and its head takes any string.)
@@ -64,6 +69,8 @@ class EngineCoreRequestType(enum.Enum):
     ABORT = b"\x01"
     START_DP_WAVE = b"\x02"
     UTILITY = b"\x03"
+    # vLLM's executor says it to its own engine, which ends by it; it is heard from a front end, too.
+    EXECUTOR_FAILED = b"\x04"
 
 
 class FinishReason(enum.IntEnum):
@@ -240,6 +247,17 @@ class EngineCoreEvent(msgspec.Struct):
     timestamp: float
 
 
+class RequestError(msgspec.Struct, kw_only=True):
+    """Why an engine ended a request with ERROR (since 0.33). ``code``: "validation_error" if the request itself
+    is to blame; ``message``: a sentence for whoever asked; ``retryable``: it may work another time."""
+
+    VALIDATION_ERROR = "validation_error"
+
+    code: str = ""
+    message: str = ""
+    retryable: bool = False
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True):
     """What one step made for one request.
 
@@ -265,6 +283,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     new_sampling_mask: Any = None
     spec_decode_metrics: Any = None
     prompt_token_id_logprobs: Any = None
+    error: RequestError | None = None
 
 
 class PrefixCacheStats(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -280,8 +299,11 @@ class PrefixCacheStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     preempted_hits: int = 0
 
 
-class SchedulerStats(msgspec.Struct, kw_only=True):
-    """An engine's figures after a step: a map; peers may send more keys than these."""
+class SchedulerStats(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An engine's figures after a step: a map; peers may send more keys than these, or leave some out.
+
+    vLLM's head takes no nil for ``prefix_cache_stats``, but does without it.
+    """
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
@@ -340,8 +362,13 @@ class EngineHandshakeInit(msgspec.Struct, kw_only=True):
 
 
 class EngineReadyResponse(msgspec.Struct, kw_only=True):
-    """The engine's first frame on each input leg. vLLM's head insists on every key up to
-    ``max_loras``; ours needs only the first three and tolerates the absence of the others."""
+    """The engine's first frame on each input leg. vLLM's head insists on every key that its own version has
+    without a default; ours needs the first two and ``vllm_version``, as 0.23 sends them.
+
+    ``max_num_seqs`` 0 (before 0.27) and ``supports_lora`` None (before 0.29): the engine does not say.
+    ``validates_requests``: the engine looks at what it is sent and refuses it alone, as ours do. vLLM's do not, nor
+    do they know this key.
+    """
 
     max_model_len: int
     num_gpu_blocks: int
@@ -358,13 +385,15 @@ class EngineReadyResponse(msgspec.Struct, kw_only=True):
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     instance_id: str = ""
-    supports_lora: bool = False
+    supports_lora: bool | None = None
     max_loras: int = 0
     mamba_block_size: int | None = None
-    kv_cache_size_tokens: int = 0
-    kv_cache_max_concurrency: float = 0.0
+    # None for a model without a key/value cache.
+    kv_cache_size_tokens: int | None = 0
+    kv_cache_max_concurrency: float | None = 0.0
     kv_events_config: Any = None
     weight_transfer_backend: Any = None
     enable_sleep_mode: bool = False
     supports_draft_weight_updates: bool = False
-    effective_attention_block_size: int = 16
+    effective_attention_block_size: int | None = 16
+    validates_requests: bool = False

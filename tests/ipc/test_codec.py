@@ -34,6 +34,7 @@ from trioleg.messages import (
     LogprobsLists,
     LogprobsTensors,
     NdArray,
+    SchedulerStats,
 )
 
 pack = msgspec.msgpack.encode
@@ -86,7 +87,9 @@ def test_a_first_and_a_last_output_of_vllm() -> None:
 
 
 def test_a_newer_peer_adds_fields_and_an_older_one_leaves_some_out() -> None:
-    newer = decode_outputs([pack([1, [[*LAST, "an error"]], None, 2.0, *[None] * 5, "new"])])
+    newer = decode_outputs(
+        [pack([1, [[*LAST, None, "of a later version"]], None, 2.0, *[None] * 5, "new"])]
+    )
     assert newer.outputs[0].request_id == "req-1"
     older = decode_outputs([pack([1, [LAST[:13]], None, 2.0])])
     assert (older.engine_index, older.outputs[0].finish_reason) == (1, FinishReason.LENGTH)
@@ -280,3 +283,11 @@ def test_a_message_that_failed_leaves_nothing_behind() -> None:
     frames = encoder.encode_into(EngineCoreOutputs(outputs=[good]), buffer)
     assert frames[0] is buffer
     assert len(frames) == 2
+
+
+def test_figures_that_an_engine_does_not_have_are_left_out() -> None:
+    """vLLM's head takes no nil for them."""
+    body = OutputEncoder().encode_into(
+        EngineCoreOutputs(scheduler_stats=SchedulerStats(num_running_reqs=1)), bytearray()
+    )[0]
+    assert msgspec.msgpack.decode(bytes(body))[2] == {"num_running_reqs": 1}

@@ -1,22 +1,30 @@
 """The engine-core wire's bodies, from structs to bytes and back.
 
-Rules of this file: pure (msgspec, ``messages`` and ``errors`` only); no socket, no clock. What comes
-from the other side is untrusted: whatever its bytes are, a decoder here returns a struct or raises
-``WireError`` with what is wrong. Extension types 1 and 2 (pickle and cloudpickle) run code when they
-are read, so they are refused unread; type 3 is the raw bytes of an array.
+Rules of this file: pure (msgspec, ``messages``, ``errors`` and the versions beside it); no socket, no clock. What
+comes from the other side is untrusted: whatever its bytes are, a decoder here returns a struct or raises
+``WireError`` with what is wrong. Extension types 1 and 2 (pickle and cloudpickle) run code when they are read, so
+they are refused unread; type 3 is the raw bytes of an array.
 
 The front end encodes requests and decodes outputs; the engine does the reverse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from ..errors import WireError
-from ..messages import ENGINE_CORE_DEAD, ArrayData, EngineCoreOutputs, EngineCoreRequest
+from ..messages import (
+    ENGINE_CORE_DEAD,
+    WIRE_VERSION,
+    ArrayData,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReadyResponse,
+)
+from .versions import check_version, describe_version, outputs_type
 
 __all__ = [
     "OutputEncoder",
@@ -25,6 +33,7 @@ __all__ = [
     "decode_abort",
     "decode_as",
     "decode_outputs",
+    "decode_ready",
     "decode_request",
     "decode_utility",
     "encode",
@@ -32,6 +41,7 @@ __all__ = [
     "encode_request",
     "encode_utility",
     "is_engine_dead",
+    "make_output_decoder",
 ]
 
 Frame = bytes | memoryview
@@ -75,7 +85,6 @@ def _read_extension(code: int, data: memoryview) -> bytes:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_outputs = msgspec.msgpack.Decoder(EngineCoreOutputs, ext_hook=_read_extension)
 _request = msgspec.msgpack.Decoder(EngineCoreRequest, ext_hook=_read_extension)
 _utility = msgspec.msgpack.Decoder(UtilityCall, ext_hook=_read_extension)
 _ids = msgspec.msgpack.Decoder(list[str], ext_hook=_read_extension)
@@ -119,16 +128,59 @@ def is_engine_dead(frames: Sequence[Frame]) -> bool:
     return len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD
 
 
+def decode_ready(body: Frame) -> EngineReadyResponse:
+    """An engine's ready response; warns of a version that is not known, but newer.
+
+    Raises ``WireError``, and ``EngineStartError`` for a version that is too old.
+    """
+    version = decode_as(_ReadyVersion, body, "the engine's ready response").vllm_version
+    check_version(version)
+    what = f"the engine's ready response ({describe_version(version)})"
+    ready = decode_as(EngineReadyResponse, body, what)
+    if ready.max_model_len < _LEAST_MODEL_LEN:
+        raise WireError(
+            f"{what} says max_model_len {ready.max_model_len}; allowed: {_LEAST_MODEL_LEN} and more"
+        )
+    return ready
+
+
+# A prompt has a token.
+_LEAST_MODEL_LEN = 1
+
+
+class _ReadyVersion(msgspec.Struct):
+    """What is looked at first, since all else depends on it."""
+
+    vllm_version: str = ""
+
+
+def make_output_decoder(vllm_version: str) -> Callable[[Sequence[Frame]], EngineCoreOutputs]:
+    """``decode_outputs`` for the messages of an engine of that version.
+
+    Made once for each engine; by message, no version is looked at any more.
+    """
+    decoder = msgspec.msgpack.Decoder(outputs_type(vllm_version), ext_hook=_read_extension)
+    what = f"a message of the output leg ({describe_version(vllm_version)})"
+
+    def decode(frames: Sequence[Frame]) -> EngineCoreOutputs:
+        if not frames:
+            raise WireError("a message of the output leg has no frames; it needs at least a body")
+        return _decode(decoder, frames[0], what)
+
+    return decode
+
+
+_decode_own = make_output_decoder(WIRE_VERSION)
+
+
 def decode_outputs(frames: Sequence[Frame]) -> EngineCoreOutputs:
-    """One message of an output leg: the body, and perhaps frames with arrays behind it.
+    """One message of our own engines' output leg: the body, and perhaps frames with arrays behind it.
 
     An array that travels in a frame of its own stays what the body says of it: ``[dtype, shape,
     index]``, where index counts the message's frames from the body, 0. Test for ``is_engine_dead``
     first. Raises ``WireError``.
     """
-    if not frames:
-        raise WireError("a message of the output leg has no frames; it needs at least a body")
-    return _decode(_outputs, frames[0], "a message of the output leg")
+    return _decode_own(frames)
 
 
 def decode_request(body: Frame) -> EngineCoreRequest:
