@@ -41,19 +41,6 @@ async def wait_until(condition: Callable[[], object]) -> None:
             return
 
 
-async def wait_gone(pid: int) -> None:
-    """Returns when process ``pid`` has ended, whoever's child it is."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        await trio.lowlevel.checkpoint()
-        return
-    try:
-        await trio.lowlevel.wait_readable(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 

@@ -87,8 +87,8 @@ async def test_no_frame_ends_the_engine(tmp_path) -> None:
         await head.receive_until_finished(["good"])
         assert head.answers["good"].token_ids == [10, 11, 12, 10, 11]
     log = "\n".join(head.lines)
-    assert "START_DP_WAVE is for engines that step together" in log
-    assert "type '04' is not known" in log
+    assert "START_DP_WAVE is of vLLM's own engines" in log
+    assert "EXECUTOR_FAILED is of vLLM's own engines" in log
     assert "client_index is 9; allowed: 0 to 0" in log
 
 

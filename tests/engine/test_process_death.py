@@ -17,10 +17,10 @@ from engine_harness import (
     open_engine,
     open_loading_engine,
 )
-from process_helpers import open_front_end, wait_gone
+from process_helpers import open_front_end
 
-from trioleg.engine.process import _wait_gone
 from trioleg.engine.scripted import Fault, Script
+from trioleg.ipc.parent import wait_gone
 from trioleg.ipc.sockets import Context, ZmqSocket, close_sockets, make_socket
 from trioleg.messages import FinishReason
 
@@ -150,9 +150,9 @@ async def test_a_process_is_watched_where_there_is_no_descriptor_for_it(
     assert process.stdin is not None
     async with process.stdin:
         with trio.move_on_after(1.2) as alive:
-            await _wait_gone(process.pid)
+            await wait_gone(process.pid)
         assert alive.cancelled_caught
         process.kill()
         await process.wait()
     with trio.fail_after(GENEROUS_S):
-        await _wait_gone(process.pid)
+        await wait_gone(process.pid)

@@ -32,12 +32,24 @@ __all__ = ["engine"]
     help="Where the front end waits for engines, such as tcp://127.0.0.1:29550.",
 )
 @click.option(
+    "--curve-keys",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Join with the keys that `trioleg keys` made for this engine; over an encrypted wire.",
+)
+@click.option(
     "--script",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Play this JSON file in place of a model: tokens, pace and faults as it says.",
 )
 @engine_options
-def engine(model: str | None, handshake: str, script: Path | None, **settings: Any) -> None:
+def engine(
+    model: str | None,
+    handshake: str,
+    curve_keys: Path | None,
+    script: Path | None,
+    **settings: Any,
+) -> None:
     """Run the engine of MODEL alone, for a front end on the same engine-core wire (ours or vLLM's).
 
     \b
@@ -53,8 +65,10 @@ def engine(model: str | None, handshake: str, script: Path | None, **settings: A
     import trio
 
     from ..engine.process import run_engine
+    from ..ipc.curve import read_engine_keys
 
-    code = trio.run(run_engine, make_core, handshake)
+    keys = None if curve_keys is None else read_engine_keys(curve_keys)
+    code = trio.run(functools.partial(run_engine, make_core, handshake, keys=keys))
     # A model that was still loading goes on in its thread, and C++ aborts loudly if the interpreter is
     # taken down under it. All that had to be delivered has been.
     sys.stdout.flush()

@@ -21,13 +21,14 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 
 import trio
 
 from ..errors import TriolegError, WireError
 from ..ipc.codec import UndecodableRequest, decode_abort, decode_request, decode_utility
-from ..ipc.handshake import EngineSockets, join_head
+from ..ipc.curve import EngineKeys
+from ..ipc.joining import EngineSockets, join_head
+from ..ipc.parent import wait_gone
 from ..ipc.sockets import ZmqSocket
 from ..messages import EngineCoreRequestType, EngineReadyResponse
 from .busy_loop import BusyLoop
@@ -44,8 +45,6 @@ _GUARDIAN_VARIABLE = "TRIOLEG_GUARDIAN_PIDS"
 # Of every thread here, whatever the system's limit: a grammar that a trial's stack was enough for
 # (``grammar_trial.py``) must fit into ours. It is address space; memory is only what is touched.
 _STACK_BYTES = 16 * 2**20
-# Where the system has no descriptor for a process (Linux has): how often we ask whether it is there.
-_PARENT_POLL_S = 0.5
 
 
 async def run_engine(
@@ -54,16 +53,17 @@ async def run_engine(
     *,
     engine_index: int = 0,
     parent_pid: int | None = None,
+    keys: EngineKeys | None = None,
 ) -> int:
     """Runs one engine until it is told to leave; returns the process's exit code.
 
-    ``make_core`` loads the model; it runs in a thread, after HELLO. ``parent_pid``: the engine leaves
-    when that process is gone; None means the guardian and its front end, if one started us. 0 after SIGTERM
-    or SIGINT (a second one does not wait for the step in progress), else 1, with the reason on
-    stderr. From the main thread, where signals arrive.
+    ``make_core`` loads the model; it runs in a thread, after HELLO. ``parent_pid``: the engine leaves when that
+    process is gone; None means the guardian and its front end, if one started us. ``keys``: for a front end that
+    asks for them. 0 after SIGTERM or SIGINT (a second one does not wait for the step in progress), else 1, with the
+    reason on stderr. From the main thread, where signals arrive.
     """
     threading.stack_size(_STACK_BYTES)
-    engine = _Engine(make_core, handshake_address, engine_index)
+    engine = _Engine(make_core, handshake_address, engine_index, keys)
     by_guardian = os.environ.get(_GUARDIAN_VARIABLE, "").split(",")
     parents = [parent_pid] if parent_pid else [int(pid) for pid in by_guardian if pid]
     # Before anything loads: a signal must never find Python's default in place.
@@ -79,12 +79,17 @@ async def run_engine(
 
 class _Engine:
     def __init__(
-        self, make_core: Callable[[], Core], handshake_address: str, engine_index: int
+        self,
+        make_core: Callable[[], Core],
+        handshake_address: str,
+        engine_index: int,
+        keys: EngineKeys | None,
     ) -> None:
         self.exit_code = 0
         self._make_core = make_core
         self._handshake_address = handshake_address
         self._engine_index = engine_index
+        self._keys = keys
         self._core: Core | None = None
         self._loop: BusyLoop | None = None
         self._in_a_hurry = False
@@ -101,7 +106,7 @@ class _Engine:
         everything.cancel()
 
     async def watch_parent(self, pid: int, everything: trio.CancelScope) -> None:
-        await _wait_gone(pid)
+        await wait_gone(pid)
         logger.error("process %d, which this engine belongs to, is gone", pid)
         self.exit_code = 1
         self._in_a_hurry = True
@@ -111,7 +116,10 @@ class _Engine:
         """Joins the head and serves. An error is logged, and is exit code 1."""
         try:
             sockets = await join_head(
-                self._handshake_address, self._load, engine_index=self._engine_index
+                self._handshake_address,
+                self._load,
+                engine_index=self._engine_index,
+                keys=self._keys,
             )
             await self._serve(sockets)
         except Exception as error:
@@ -205,7 +213,7 @@ def take_message(frames: list[bytes], loop: BusyLoop, clients: int) -> None:
         _check_client(call.client_index, clients)
         loop.call_utility(call)
     else:
-        raise WireError(f"{message_type.name} is for engines that step together, which ours do not")
+        raise WireError(f"{message_type.name} is of vLLM's own engines, which ours is none of")
 
 
 def _take_add(body: bytes, loop: BusyLoop, clients: int) -> None:
@@ -225,27 +233,3 @@ def _take_add(body: bytes, loop: BusyLoop, clients: int) -> None:
 def _check_client(client_index: int, clients: int) -> None:
     if not 0 <= client_index < clients:
         raise WireError(f"client_index is {client_index}; allowed: 0 to {clients - 1}")
-
-
-async def _wait_gone(pid: int) -> None:
-    """Returns when process ``pid`` is gone, whoever's child it is."""
-    if not hasattr(os, "pidfd_open"):
-        await _poll_gone(pid)
-        return
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        await trio.lowlevel.checkpoint()
-        return
-    try:
-        await trio.lowlevel.wait_readable(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-async def _poll_gone(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        while True:
-            await trio.sleep(_PARENT_POLL_S)
-            # Signal 0 reaches nobody; it only asks.
-            os.kill(pid, 0)

@@ -1,4 +1,4 @@
-"""The handshake, both sides of it: how a head and an engine find each other.
+"""The handshake, the head's side: it lets engines in. The engine's is ``joining.py``.
 
     engine                                   head
       DEALER connects ── HELLO ───────────►  ROUTER, bound first
@@ -7,50 +7,54 @@
       DEALER, PUSH connect ── ready ──────►  the input leg learns the engine's route
                            ── READY ──────►  on the handshake leg
 
-Rules of this file: the source of the sequence is vLLM's engine core (its ``headless`` start), which
-both sides here can stand in for. Nothing on this wire is authenticated: keep it on loopback or on a
-trusted network. The wire has no word for "no": what is wrong is logged, and its sender left waiting.
+Rules of this file: the source of the sequence is vLLM's engine core (its ``headless`` start), which both of our
+sides can stand in for. By itself nothing on this wire is authenticated; between our own two sides CURVE does that
+(``curve.py``). The wire has no word for "no": what is wrong is logged, and its sender left waiting.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from secrets import token_hex
 
 import trio
 import zmq
 
 from ..errors import EngineStartError, WireError
 from ..messages import (
-    ENGINE_CORE_DEAD,
     EngineHandshakeInit,
     EngineHandshakeStatus,
     EngineReadyResponse,
     HandshakeAddresses,
     engine_identity,
 )
-from .codec import decode_as, encode
-from .sockets import Context, PeerMonitor, ZmqSocket, close_sockets, make_context, make_socket
-from .transport import ZmqTransport, bind, remove_socket_file
+from .codec import decode_as, decode_ready, encode
+from .doorkeeper import Doorkeeper
+from .seldom_log import SeldomLog
+from .socket_file import remove_socket_file
+from .sockets import ZmqSocket, close_sockets, make_context, make_socket
+from .transport import ZmqTransport, bind
+from .versions import shown
 
-__all__ = ["AcceptedEngine", "EngineListener", "EngineSockets", "join_head", "listen_for_engine"]
+__all__ = ["AcceptedEngine", "EngineListener", "listen_for_engine", "receive_ready"]
 
 logger = logging.getLogger(__name__)
 
 _IDENTITY_BYTES = len(engine_identity(0))
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "[::]"})
-# vLLM's engines wait as long for INIT before they give up.
-_INIT_TIMEOUT_S = 300.0
-# vLLM's linger for its output sockets. A head that is there takes what is left in milliseconds.
-_ENGINE_LINGER_S = 4.0
-# The kernel may tell that a peer has left some milliseconds late (3 seen), and not to know it costs
-# the whole linger.
-_DESERTION_S = 0.05
 # Engines that may be loading at once for one place: one is wanted, a few may have come and gone.
 _MAX_LOADING = 8
+# vLLM's are 41 bytes. What strangers send while an engine serves waits until that has gone: so little of it for each
+# connection.
+_MAX_HANDSHAKE_BYTES = 64 * 1024
+_MAX_WAITING_HANDSHAKES = 8
+# Enough that no two pairs of legs in a folder share it by chance: "in" and "out" with twice as many letters are no
+# longer than "handshake".
+_LEG_NAME_BYTES = 3
 # INIT to an engine that has just left is worth no wait.
 _HEAD_LINGER_S = 0.5
 
@@ -67,10 +71,18 @@ class AcceptedEngine:
 class EngineListener:
     """The head's side: a bound handshake address, and ``accept``. Made by ``listen_for_engine``."""
 
-    def __init__(self, socket: ZmqSocket, address: str) -> None:
+    def __init__(
+        self,
+        socket: ZmqSocket,
+        address: str,
+        folder: Path | None,
+        doorkeeper: Doorkeeper | None,
+    ) -> None:
         self.address = address
+        self._folder = folder
         self._socket = socket
-        self._accepted = 0
+        self._doorkeeper = doorkeeper
+        self._seldom = SeldomLog(logger)
 
     async def accept(self) -> AcceptedEngine:
         """Waits for the next engine, and for as long as its model takes to load.
@@ -79,12 +91,12 @@ class EngineListener:
         that is ready is taken, and the legs of the others are closed. No bound of its own: an engine
         that fails while loading says nothing on this wire, so the caller watches its process beside
         this call. Cancel-safe: what was opened is closed. Raises ``EngineStartError`` if the engine's
-        ready response cannot be read.
+        ready response cannot be read, or its vLLM is too old.
         """
         loading: dict[bytes, ZmqTransport] = {}
         try:
             identity = await self._first_ready(loading)
-            ready = await _receive_ready(loading[identity])
+            ready = await receive_ready(loading[identity])
             transport = loading.pop(identity)
         finally:
             with trio.CancelScope(shield=True):
@@ -102,31 +114,47 @@ class EngineListener:
             status = _read_status(identity, frames)
             if status == "READY" and identity in loading:
                 return identity
-            if status == "HELLO" and (identity in loading or len(loading) < _MAX_LOADING):
+            if status == "HELLO":
                 if identity not in loading:
+                    await self._make_room(loading)
                     loading[identity] = self._open_legs(identity)
                 self._send_init(loading[identity])
             else:
-                awaited = " or ".join(["HELLO", *(f"READY of {one.hex()}" for one in loading)])
-                logger.warning(
-                    "handshake: %s of engine %s ignored, since %s is awaited",
-                    status,
-                    identity.hex(),
-                    awaited,
-                )
+                self._complain(status, identity, loading)
+
+    async def _make_room(self, loading: dict[bytes, ZmqTransport]) -> None:
+        """Let the engine that has been loading for longest give way, if there are too many: it may have left, or be
+        somebody who says HELLO and nothing more."""
+        if len(loading) < _MAX_LOADING:
+            return
+        oldest = next(iter(loading))
+        self._seldom.warn(
+            "handshake",
+            f"engine {oldest.hex()} gives way: {_MAX_LOADING} others said HELLO after it",
+        )
+        await loading[oldest].aclose()
+        del loading[oldest]
+
+    def _complain(self, status: str, identity: bytes, loading: dict[bytes, ZmqTransport]) -> None:
+        awaited = " or ".join(["HELLO", *(f"READY of {one.hex()}" for one in loading)])
+        engine = shown(identity.hex())
+        self._seldom.warn(
+            "handshake", f"{status} of engine {engine} ignored, since {awaited} is awaited"
+        )
 
     def _open_legs(self, identity: bytes) -> ZmqTransport:
-        return ZmqTransport(*self._leg_addresses(), identity=identity)
+        return ZmqTransport(*self._leg_addresses(), identity=identity, doorkeeper=self._doorkeeper)
 
     def _leg_addresses(self) -> tuple[str, str]:
         scheme, _, rest = self.address.partition("://")
-        if scheme == "tcp":
+        if scheme == "tcp" and self._folder is None:
             host = rest.rpartition(":")[0]
             return f"tcp://{host}:0", f"tcp://{host}:0"
-        # Beside the handshake's socket, in the folder that is ours and is removed as a whole.
-        folder = PurePosixPath(rest).parent
-        number, self._accepted = self._accepted, self._accepted + 1
-        return f"ipc://{folder}/in{number}", f"ipc://{folder}/out{number}"
+        # Beside the handshake's socket, which may not be the only one there. "@": among Linux's own names.
+        is_nameless = self._folder is None and rest.startswith("@")
+        beside = "@" if is_nameless else f"{self._folder or PurePosixPath(rest).parent}/"
+        name = token_hex(_LEG_NAME_BYTES)
+        return f"ipc://{beside}in{name}", f"ipc://{beside}out{name}"
 
     def _send_init(self, transport: ZmqTransport) -> None:
         addresses = HandshakeAddresses(
@@ -143,25 +171,30 @@ def _read_status(identity: bytes, frames: list[bytes]) -> str:
     if len(frames) != 1:
         return f"a message of {len(frames)} frames instead of 1"
     try:
-        return decode_as(EngineHandshakeStatus, frames[0], "a handshake message").status
+        return shown(decode_as(EngineHandshakeStatus, frames[0], "a handshake message").status)
     except WireError as error:
-        return str(error)
+        return ascii(str(error))[1:-1]
 
 
-async def _receive_ready(transport: ZmqTransport) -> EngineReadyResponse:
+async def receive_ready(transport: ZmqTransport) -> EngineReadyResponse:
+    """What the engine says of itself, once it has loaded. Raises ``EngineStartError`` if it cannot be read."""
     body = await transport.receive_ready()
     try:
-        return decode_as(EngineReadyResponse, body, "the engine's ready response")
+        return decode_ready(body)
     except WireError as error:
         raise EngineStartError(str(error)) from error
 
 
 @asynccontextmanager
-async def listen_for_engine(handshake_address: str) -> AsyncIterator[EngineListener]:
-    """Binds ``handshake_address`` for the length of the block; the bound one is ``.address``.
+async def listen_for_engine(
+    handshake_address: str, folder: Path | None = None, *, doorkeeper: Doorkeeper | None = None
+) -> AsyncIterator[EngineListener]:
+    """Binds ``handshake_address`` for the length of the block; the bound one is ``.address``. ``folder``: one that
+    only this user can enter, for the legs' sockets, whatever the handshake's address is.
 
     ``ipc://PATH``, or ``tcp://IP:PORT`` with an IP that engines can reach (port 0 takes a free one);
-    the legs are bound beside it. Engines that were accepted outlive the block. Raises
+    the legs are bound beside it. Engines that were accepted outlive the block. ``doorkeeper``: who may
+    come in, at this address and at the legs; None: whoever reaches them. Raises
     ``EngineStartError`` for an address that cannot be bound, or that says nothing to an engine.
     """
     _check_address(handshake_address)
@@ -169,19 +202,29 @@ async def listen_for_engine(handshake_address: str) -> AsyncIterator[EngineListe
         context = make_context()
         raw = make_socket(context, zmq.ROUTER)
         raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        raw.setsockopt(zmq.MAXMSGSIZE, _MAX_HANDSHAKE_BYTES)
+        # More INITs than that are for somebody who does not read them, and are dropped.
+        for limit in (zmq.RCVHWM, zmq.SNDHWM):
+            raw.setsockopt(limit, _MAX_WAITING_HANDSHAKES)
         socket = ZmqSocket(raw)
     except (OSError, zmq.ZMQError) as error:
         raise EngineStartError(f"cannot open a socket for engines to join at: {error}") from error
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(close_sockets, context, [socket], linger=_HEAD_LINGER_S)
+        sockets = [socket]
+        stack.push_async_callback(close_sockets, context, sockets, linger=_HEAD_LINGER_S)
+        if doorkeeper is not None:
+            sockets.append(doorkeeper.open_door(context))
+            doorkeeper.guard(raw, "handshake")
+            stack.callback(doorkeeper.watch(socket, "handshake").close)
         address = bind(raw, handshake_address)
         stack.callback(remove_socket_file, address)
-        yield EngineListener(socket, address)
+        yield EngineListener(socket, address, folder, doorkeeper)
 
 
 def _check_address(address: str) -> None:
     scheme, _, rest = address.partition("://")
-    if scheme not in ("tcp", "ipc"):
+    # ZeroMQ would make a folder of its own for "*", and leave it behind.
+    if scheme not in ("tcp", "ipc") or (scheme == "ipc" and rest in ("", "*")):
         raise EngineStartError(
             f"the handshake address is {address!r}; allowed: tcp://IP:PORT, ipc://PATH"
         )
@@ -191,128 +234,3 @@ def _check_address(address: str) -> None:
             f"the handshake address is {address!r}, which would tell engines to connect to "
             f"{host!r}; allowed: the one IP address that they reach this machine by"
         )
-
-
-class EngineSockets:
-    """The engine's side of a finished handshake: index i of both lists belongs to client i.
-
-    ``inputs`` are DEALERs that requests come from, ``outputs`` PUSHes that answers go to. Whoever
-    gets it calls ``aclose``; ``linger`` is how many seconds that gives to what is still unsent.
-    """
-
-    def __init__(self, context: Context, handshake: ZmqSocket) -> None:
-        self._context = context
-        self._handshake = handshake
-        # Nothing that is sent before READY is worth a wait.
-        self.linger = 0.0
-        self._clients: list[PeerMonitor] = []
-        self.inputs: list[ZmqSocket] = []
-        self.outputs: list[ZmqSocket] = []
-
-    def connect(self, init: EngineHandshakeInit, identity: bytes, ready: bytes) -> None:
-        """Connects to every client of INIT and sends each the ready response."""
-        for address in init.addresses.inputs:
-            socket = self._add(self.inputs, zmq.DEALER, address, identity)
-            socket.send_multipart([ready])
-        for address in init.addresses.outputs:
-            self._add(self.outputs, zmq.PUSH, address, None)
-
-    def _add(
-        self, sockets: list[ZmqSocket], kind: int, address: str, identity: bytes | None
-    ) -> ZmqSocket:
-        socket = ZmqSocket(make_socket(self._context, kind, identity=identity))
-        # Held before it is connected: what the caller closes after an error includes this one.
-        sockets.append(socket)
-        if kind == zmq.PUSH:
-            self._clients.append(PeerMonitor(socket, bound=False))
-        _connect(socket, address, "INIT")
-        return socket
-
-    async def _wait_deserted(self) -> None:
-        await trio.lowlevel.checkpoint()
-        for client in self._clients:
-            await client.wait_deserted()
-
-    def say_dead(self) -> None:
-        """Sends ENGINE_CORE_DEAD to every client, behind whatever was sent before."""
-        for socket in self.outputs:
-            socket.send_multipart([ENGINE_CORE_DEAD])
-
-    async def aclose(self) -> None:
-        """Closes all sockets, after what was sent is out. Shields and bounds itself.
-
-        A client that has gone is not waited for: heads leave before the engines that they stop.
-        """
-        if self.linger:
-            with trio.move_on_after(_DESERTION_S, shield=True):
-                await self._wait_deserted()
-        for socket, client in zip(self.outputs, self._clients, strict=True):
-            if client.is_deserted():
-                socket.close(0.0)
-            client.close()
-        sockets = [self._handshake, *self.inputs, *self.outputs]
-        await close_sockets(self._context, sockets, linger=self.linger)
-
-
-async def join_head(
-    handshake_address: str, load: Callable[[], Awaitable[EngineReadyResponse]], *, engine_index: int
-) -> EngineSockets:
-    """The engine's side: says HELLO, takes INIT, awaits ``load``, connects the legs, says READY.
-
-    HELLO goes out before the model loads, so that the head knows early that somebody is there. The
-    head may start later: HELLO waits for it, up to 300 s. Cancel-safe: what was opened is closed.
-    Raises ``EngineStartError`` (no INIT, or one that cannot be followed) and what ``load`` raises.
-    """
-    identity = engine_identity(engine_index)
-    context: Context = zmq.Context()
-    handshake = ZmqSocket(make_socket(context, zmq.DEALER, identity=identity))
-    sockets = EngineSockets(context, handshake)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(sockets.aclose)
-        _connect(handshake, handshake_address, "the handshake address")
-        handshake.send_multipart([_status("HELLO")])
-        init = await _receive_init(handshake, handshake_address)
-        ready = await load()
-        sockets.connect(init, identity, encode(ready))
-        handshake.send_multipart([_status("READY")])
-        sockets.linger = _ENGINE_LINGER_S
-        stack.pop_all()
-    return sockets
-
-
-def _status(status: str) -> bytes:
-    # Not local, headless: what vLLM's head expects of an engine that it did not start itself.
-    return encode({"status": status, "local": False, "headless": True})
-
-
-def _connect(socket: ZmqSocket, address: str, source: str) -> None:
-    try:
-        socket.raw.setsockopt(zmq.IPV6, int("[" in address))
-        socket.raw.connect(address)
-    except zmq.ZMQError as error:
-        raise EngineStartError(
-            f"cannot connect to {address!r} ({source}): {error}; allowed: tcp://HOST:PORT, ipc://PATH"
-        ) from error
-
-
-async def _receive_init(handshake: ZmqSocket, address: str) -> EngineHandshakeInit:
-    with trio.move_on_after(_INIT_TIMEOUT_S) as waited:
-        body = (await handshake.recv_multipart())[-1]
-    if waited.cancelled_caught:
-        raise EngineStartError(f"no head answered at {address!r} within {_INIT_TIMEOUT_S:g} s")
-    try:
-        init = decode_as(EngineHandshakeInit, body, "INIT")
-    except WireError as error:
-        raise EngineStartError(str(error)) from error
-    addresses = init.addresses
-    if addresses.coordinator_input or addresses.coordinator_output:
-        raise EngineStartError(
-            "INIT names a data-parallel coordinator, which this engine does not speak to; allowed: "
-            "a head that leaves coordinator_input and coordinator_output out"
-        )
-    if not addresses.inputs or len(addresses.inputs) != len(addresses.outputs):
-        raise EngineStartError(
-            f"INIT has {len(addresses.inputs)} input and {len(addresses.outputs)} output addresses; "
-            "allowed: one of each for every client, and at least one client"
-        )
-    return init

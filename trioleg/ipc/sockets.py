@@ -13,7 +13,10 @@ and 2173 are what happens otherwise).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import socket as stdlib_socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import trio
@@ -23,6 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 __all__ = [
     "Context",
     "PeerMonitor",
+    "Refusal",
     "Socket",
     "ZmqSocket",
     "close_sockets",
@@ -99,11 +103,12 @@ class ZmqSocket:
             try:
                 return self.raw.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                if not self._is_readable():
+                if not self.is_readable():
                     return None
         raise trio.ClosedResourceError("this ZeroMQ socket is closed")
 
-    def _is_readable(self) -> bool:
+    def is_readable(self) -> bool:
+        """A message is there. For the task that receives, and behind a send."""
         return bool(int(self.raw.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     async def _park(self) -> None:
@@ -122,7 +127,7 @@ class ZmqSocket:
         for an identity that is not there, ENOTSOCK when closed, EAGAIN.
         """
         tracker = self.raw.send_multipart(frames, zmq.NOBLOCK, **options)
-        if self._parked is not None and self._is_readable():
+        if self._parked is not None and self.is_readable():
             self._parked.cancel()
         return tracker
 
@@ -136,23 +141,68 @@ class ZmqSocket:
         self.raw.close(linger=round(linger * 1000))
 
 
+_REFUSALS: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the key is not known there",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the connection ended in the middle of the handshake, as it does "
+    "if one side has no keys, or the wrong ones",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZeroMQ's protocol",
+}
+_PROTOCOL_REFUSALS: dict[int, str] = {
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "one side has CURVE keys, and the other has none (as every "
+    "engine and server of vLLM's own)",
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "the public key that the engine has is not this front end's",
+}
+_monitor_numbers = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A connection that was given up in its handshake. ``peer``: its address; "" where that cannot be said for
+    sure, and always of a socket that connects. ``event``: one of ZeroMQ's HANDSHAKE_FAILED ones, ``value`` its."""
+
+    peer: str
+    event: int
+    value: int
+
+    @property
+    def why(self) -> str:
+        return _PROTOCOL_REFUSALS.get(self.value, _REFUSALS[self.event])
+
+
 class PeerMonitor:
     """The connections that a socket has, as ZeroMQ's own thread sees them come and go.
 
     ``bound``: the socket is bound and may have several. One that connects has one at a time, and
     counts as connected only when the peer has answered: the kernel completes a connection to a
-    listener that is about to close, too.
+    listener that is about to close, too. ``on_refused`` is told of handshakes that failed, when they are read.
     """
 
-    def __init__(self, socket: ZmqSocket, *, bound: bool) -> None:
+    def __init__(
+        self,
+        socket: ZmqSocket,
+        *,
+        bound: bool,
+        on_refused: Callable[[Refusal], None] | None = None,
+    ) -> None:
         self._socket = socket
         self._bound = bound
+        self._on_refused = on_refused
         wanted = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         if bound:
             wanted |= zmq.EVENT_ACCEPTED
-        monitor = socket.raw.get_monitor_socket(wanted)
+        if on_refused is not None:
+            for event in _REFUSALS:
+                wanted |= event
+        # pyzmq's get_monitor_socket leaves the high-water mark, and ZeroMQ's thread, with all connections of the
+        # context, stops there when nobody reads: a thousand strangers would do.
+        address = f"inproc://trioleg.monitor.{next(_monitor_numbers)}"
+        socket.raw.monitor(address, wanted)
+        monitor = make_socket(socket.raw.context, zmq.PAIR)
+        monitor.connect(address)
         self._events = ZmqSocket(monitor)
-        self._connections: set[int] = set()
+        # Descriptors, and whose they are as far as that is known.
+        self._connections: dict[int, str] = {}
+        self._failed: tuple[int, int] | None = None
         self._had_any = False
         self._awaits_peer = True
         # Since the start: there was a connection, and then none; or a peer came while there was one, as one does
@@ -195,23 +245,49 @@ class PeerMonitor:
         # of a bound socket are told apart, by descriptor, and not merely noted as up or down.
         event = parse_monitor_message(frames)
         descriptor = event["value"] if self._bound else 0
+        if event["event"] in _REFUSALS:
+            # Its DISCONNECTED comes next: one thread sees to all connections.
+            self._failed = event["event"], event["value"]
+            return
         if event["event"] == zmq.EVENT_DISCONNECTED:
-            self._connections.discard(descriptor)
-            if self._had_any and not self._connections:
-                self.num_breaks += not self._awaits_peer
-                self._awaits_peer = True
+            self._note_end(descriptor)
             return
         if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.num_breaks += not self._awaits_peer
             self._awaits_peer = False
         if not self._bound or event["event"] == zmq.EVENT_ACCEPTED:
-            self._connections.add(descriptor)
+            self._connections[descriptor] = self._peer_of(descriptor)
             self._had_any = True
+
+    def _note_end(self, descriptor: int) -> None:
+        peer = self._connections.pop(descriptor, "")
+        if self._had_any and not self._connections:
+            self.num_breaks += not self._awaits_peer
+            self._awaits_peer = True
+        if self._failed is not None and self._on_refused is not None:
+            event, value = self._failed
+            self._on_refused(Refusal(peer, event, value))
+        self._failed = None
+
+    def _peer_of(self, descriptor: int) -> str:
+        """The address of a connection that was just accepted, while it is certain whose descriptor that is."""
+        if self._on_refused is None or not self._bound:
+            return ""
+        try:
+            # A copy, which closing does not take from ZeroMQ.
+            with stdlib_socket.socket(fileno=os.dup(descriptor)) as connection:
+                peer = connection.getpeername()
+        except OSError:
+            return ""
+        # ZeroMQ tells of an end before it closes: with nothing more to be told, the descriptor was still the one.
+        if self._events.is_readable():
+            return ""
+        return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else ""
 
     def close(self) -> None:
         """Stops watching; the socket stays open. Before the socket is closed; may be called twice."""
         if not self._socket.raw.closed:
-            self._socket.raw.disable_monitor()
+            self._socket.raw.monitor(None, 0)
         self._events.close(0.0)
 
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import os
+import socket as stdlib_socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import trio
@@ -25,6 +26,9 @@ import zmq
 from ..errors import EngineStartError
 from ..messages import EngineCoreRequestType
 from .codec import encode_abort
+from .doorkeeper import Doorkeeper
+from .seldom_log import SeldomLog
+from .socket_file import make_way, remove_socket_file
 from .sockets import (
     Context,
     PeerMonitor,
@@ -34,14 +38,15 @@ from .sockets import (
     make_context,
     make_socket,
 )
+from .versions import shown
 
 __all__ = [
     "Transport",
     "ZmqTransport",
     "ZmqTransportStatistics",
+    "adopt",
     "bind",
     "is_local",
-    "remove_socket_file",
 ]
 
 logger = logging.getLogger(__name__)
@@ -57,6 +62,10 @@ _HEARTBEAT_TIMEOUT_MS = 600
 _ROUTE_POLL_S = 0.02
 # ABORTs to a living engine leave in microseconds; this bounds what a frozen one can cost.
 _LINGER_S = 1.0
+# All that comes in there is the ready response, once for each connection, of some hundred bytes. Nobody reads what
+# else a stranger sends.
+_MAX_READY_BYTES = 4 * 1024 * 1024
+_MAX_UNREAD_READY = 2
 # Not death by themselves: a peer that is reconnecting, a full pipe, a transport that is closed.
 _HARMLESS = frozenset({errno.EHOSTUNREACH, errno.EAGAIN, zmq.ENOTSOCK})
 
@@ -114,17 +123,64 @@ class ZmqTransportStatistics:
 def bind(socket: Socket, address: str) -> str:
     """Binds, and returns the address that was bound (a port 0 becomes the one that was given).
 
-    Raises ``EngineStartError`` with the address and what is allowed.
+    Raises ``EngineStartError`` with the address and what is allowed; also for a path at which somebody listens, or at
+    which there is anything but a socket.
     """
+    scheme, _, path = address.partition("://")
+    # ZeroMQ itself would remove whatever is there. Linux's own names, with "@", are no files.
+    if scheme == "ipc" and not path.startswith("@"):
+        try:
+            make_way(path)
+        except (OSError, ValueError) as error:
+            raise _cannot_listen(address, error) from error
+    return _bind(socket, address)
+
+
+def _bind(socket: Socket, address: str) -> str:
     socket.setsockopt(zmq.IPV6, int("[" in address))
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        raise EngineStartError(
-            f"cannot listen on {address!r}: {error}; allowed: tcp://IP:PORT of this machine (port 0 "
-            "takes a free one), or ipc://PATH of at most 107 bytes in a folder that exists"
-        ) from error
+        raise _cannot_listen(address, error) from error
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+
+def _cannot_listen(address: str, error: Exception) -> EngineStartError:
+    return EngineStartError(
+        f"cannot listen on {address!r}: {getattr(error, 'strerror', None) or error}; allowed: tcp://IP:PORT of this "
+        "machine (port 0 takes a free one), or ipc://PATH of at most 107 bytes in a folder that exists"
+    )
+
+
+def adopt(socket: Socket, descriptor: int) -> str:
+    """Takes over a listening socket that somebody else has bound, and returns its address. ZeroMQ closes it.
+
+    Raises ``EngineStartError`` if the descriptor is none of a listening TCP or Unix socket.
+    """
+    address = _listener_address(descriptor)
+    os.set_inheritable(descriptor, False)
+    socket.setsockopt(zmq.USE_FD, descriptor)
+    return _bind(socket, address)
+
+
+def _listener_address(descriptor: int) -> str:
+    allowed = "allowed: a listening TCP or Unix socket's"
+    try:
+        with stdlib_socket.socket(fileno=os.dup(descriptor)) as seen:
+            is_listening = seen.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ACCEPTCONN)
+            family, name = seen.family, seen.getsockname()
+    except OSError as error:
+        raise EngineStartError(
+            f"descriptor {descriptor} is no socket's ({error}); {allowed}"
+        ) from None
+    if not is_listening or not name:
+        raise EngineStartError(
+            f"descriptor {descriptor} is of a socket that does not listen; {allowed}"
+        )
+    if family == stdlib_socket.AF_UNIX:
+        return f"ipc://{name}"
+    host = f"[{name[0]}]" if family == stdlib_socket.AF_INET6 else name[0]
+    return f"tcp://{host}:{name[1]}"
 
 
 def is_local(address: str) -> bool:
@@ -133,16 +189,10 @@ def is_local(address: str) -> bool:
     if scheme == "ipc":
         return bool(rest)
     try:
-        return ipaddress.ip_address(rest.rpartition(":")[0].strip("[]")).is_loopback
+        ip = ipaddress.ip_address(rest.rpartition(":")[0].strip("[]"))
+        return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
     except ValueError:
         return False
-
-
-def remove_socket_file(address: str) -> None:
-    """Removes what ``bind`` left in the file system, which ZeroMQ does not."""
-    scheme, _, path = address.partition("://")
-    if scheme == "ipc":
-        Path(path).unlink(missing_ok=True)
 
 
 def _make_context() -> Context:
@@ -155,9 +205,15 @@ def _make_context() -> Context:
 class _Leg:
     """One bound socket and the monitor that sees its connections come and go."""
 
-    def __init__(self, context: Context, kind: int, name: str) -> None:
+    def __init__(
+        self, context: Context, kind: int, name: str, doorkeeper: Doorkeeper | None
+    ) -> None:
         self.name = name
         raw = make_socket(context, kind)
+        on_refused = None
+        if doorkeeper is not None:
+            doorkeeper.guard(raw, name)
+            on_refused = partial(doorkeeper.note_refused, name)
         if kind == zmq.ROUTER:
             raw.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
             raw.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
@@ -165,27 +221,32 @@ class _Leg:
             # connects anew under its old identity is the engine.
             raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
             raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            raw.setsockopt(zmq.MAXMSGSIZE, _MAX_READY_BYTES)
+            raw.setsockopt(zmq.RCVHWM, _MAX_UNREAD_READY)
         self.socket = ZmqSocket(raw)
-        self.peers = PeerMonitor(self.socket, bound=True)
+        self.peers = PeerMonitor(self.socket, bound=True, on_refused=on_refused)
 
-    def bind(self, address: str) -> str:
-        return bind(self.socket.raw, address)
+    def listen(self, where: str | int) -> str:
+        raw = self.socket.raw
+        return bind(raw, where) if isinstance(where, str) else adopt(raw, where)
 
 
 class ZmqTransport:
     """The ROUTER and PULL of one engine, bound by us.
 
-    ``identity`` is the engine's, as its HELLO said. Addresses may hold a wildcard port; the bound
-    ones are ``input_address`` and ``output_address``. Raises ``EngineStartError`` if one cannot be
-    bound. Whoever makes a transport calls ``aclose``.
+    ``identity`` is the engine's, as its HELLO said. ``doorkeeper``: who may connect; None: whoever
+    reaches the addresses. Addresses may hold a wildcard port; the bound ones are ``input_address`` and
+    ``output_address``. In place of one, the descriptor of a socket that listens already. Raises
+    ``EngineStartError`` if one cannot be bound. Whoever makes a transport calls ``aclose``.
     """
 
     def __init__(
         self,
-        input_address: str,
-        output_address: str,
+        input_address: str | int,
+        output_address: str | int,
         *,
         identity: bytes,
+        doorkeeper: Doorkeeper | None = None,
     ) -> None:
         self.identity = identity
         self._context: Context = _make_context()
@@ -193,14 +254,18 @@ class ZmqTransport:
         self._sent = self._unsent = self._received = 0
         self._last_send_error: str | None = None
         self._send_failed = trio.Event()
+        self._seldom = SeldomLog(logger)
+        self.input_address = self.output_address = ""
         try:
-            self._input = _Leg(self._context, zmq.ROUTER, "input")
-            self._output = _Leg(self._context, zmq.PULL, "output")
-            self.input_address = self._input.bind(input_address)
-            self.output_address = self._output.bind(output_address)
+            self._doors = [] if doorkeeper is None else [doorkeeper.open_door(self._context)]
+            self._input = _Leg(self._context, zmq.ROUTER, "input", doorkeeper)
+            self._output = _Leg(self._context, zmq.PULL, "output", doorkeeper)
+            self.input_address = self._input.listen(input_address)
+            self.output_address = self._output.listen(output_address)
         except (EngineStartError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
-            remove_socket_file(input_address)
+            if isinstance(input_address, str):
+                remove_socket_file(self.input_address)
             if isinstance(error, EngineStartError):
                 raise
             raise EngineStartError(f"cannot open sockets for an engine: {error}") from error
@@ -211,7 +276,7 @@ class ZmqTransport:
             identity, *frames = await self._input.socket.recv_multipart()
             if identity == self.identity and len(frames) == 1:
                 return frames[0]
-            logger.warning("input leg: %d frames of %r ignored", len(frames), identity)
+            self._seldom.warn("input", f"{len(frames)} frames of {shown(identity.hex())} ignored")
 
     async def receive(self) -> list[bytes]:
         """As ``Transport.receive``. One task; ``trio.ClosedResourceError`` after ``aclose``."""
@@ -290,6 +355,7 @@ class ZmqTransport:
         legs = (self._input, self._output)
         for leg in legs:
             leg.peers.close()
-        await close_sockets(self._context, [leg.socket for leg in legs], linger=_LINGER_S)
+        sockets = [*(leg.socket for leg in legs), *self._doors]
+        await close_sockets(self._context, sockets, linger=_LINGER_S)
         for address in (self.input_address, self.output_address):
             remove_socket_file(address)

@@ -7,29 +7,24 @@ one that is there already is taken over only if nobody answers behind it.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import trio
 from trio.socket import SocketType
 
 from ..config import ServerConfig
 from ..errors import TriolegError
+from ..ipc.socket_file import make_way
 from .hypercorn_config import FD, UNIX, HypercornSettings, host_and_port
 
 __all__ = ["BACKLOG", "Binding", "bind_all", "bind_sockets"]
 
 # Linux takes less if net.core.somaxconn says so. A burst of clients should wait, not be refused.
 BACKLOG = 1024
-
-# What a Unix socket says whose server has gone, or has just taken the file with it.
-_NOBODY = (errno.ECONNREFUSED, errno.ENOENT)
 
 
 @dataclass(slots=True)
@@ -152,7 +147,7 @@ async def _bind_tcp(host: str, port: int) -> list[Binding]:
 
 
 def _bind_unix(path: str, settings: HypercornSettings) -> Binding:
-    _make_way(path)
+    make_way(path)
     with ExitStack() as unless_bound:
         one = unless_bound.enter_context(socket.socket(socket.AF_UNIX))
         # The process's own, for this moment: no other way gives the file its mode from its beginning on.
@@ -171,20 +166,6 @@ def _bind_unix(path: str, settings: HypercornSettings) -> Binding:
         binding = Binding(trio.socket.from_stdlib_socket(one), path=path, _file=_identity(path))
         unless_bound.pop_all()
     return binding
-
-
-def _make_way(path: str) -> None:
-    """Remove a Unix socket's file that was left behind. Raises ``OSError`` if it is anything else."""
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise FileExistsError(0, "there is a file that is no socket")
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.setblocking(False)
-        if asking.connect_ex(path) not in _NOBODY:
-            raise OSError(0, "it is in use")
-    Path(path).unlink(missing_ok=True)
 
 
 def _identity(path: str) -> tuple[int, ...]:
