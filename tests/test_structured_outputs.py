@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,8 +41,10 @@ def test_good_ones_pass_and_an_engine_reads_back_what_was_sent(fields: dict[str,
     params.check()
     wire = params.for_engine()
     read = StructuredOutputsParams.from_engine(wire)
-    assert read == params
+    # Choices and grammars travel as Lark.
+    assert read == params or read.kind == "grammar"
     assert read.to_grammar() == params.to_grammar()
+    assert StructuredOutputsParams.from_mapping(params.to_mapping()) == params
     hash(SamplingParams(structured_outputs=params))
 
 
@@ -51,8 +54,10 @@ def test_good_ones_pass_and_an_engine_reads_back_what_was_sent(fields: dict[str,
         ({"json": SCHEMA}, {"json": json.dumps(SCHEMA)}),
         ({"json": '{"type":"null"}'}, {"json": '{"type":"null"}'}),
         ({"regex": "a+"}, {"regex": "a+"}),
-        ({"choice": ("a", "b")}, {"choice": ["a", "b"]}),
+        ({"choice": ("a", "b")}, {"grammar": 'start: OPTION\nOPTION: "a" | "b"'}),
         ({"grammar": "start: /a/"}, {"grammar": "start: /a/"}),
+        ({"grammar": "\n \n\nstart: B\n\n\t\n\nB: /b/\n"}, {"grammar": "start: B\nB: /b/\n"}),
+        ({"grammar": 'root ::= "a"'}, {"grammar": '%llguidance {}\nstart: "a"\n'}),
         ({"json_object": True}, {"json_object": True}),
         (
             {"json_object": True, "disable_any_whitespace": True},
@@ -220,6 +225,20 @@ def test_a_huge_enum_passes() -> None:
     options = [f"option {i}" for i in range(7000)]
     StructuredOutputsParams(choice=options).check()
     StructuredOutputsParams(json={"enum": options}).check()
+
+
+async def test_what_only_the_models_vocabulary_shows_is_the_heads_where_the_engine_does_not_look(
+    smollm2: Path,
+) -> None:
+    unknown = StructuredOutputsParams(grammar="start: <|nope|>")
+    nothing = StructuredOutputsParams(regex=r"[^\s\S]")
+    good = StructuredOutputsParams(grammar="start: <|im_end|>")
+    with closing(GrammarChecker(smollm2, 49152)) as checker, trio.fail_after(120):
+        await checker.check(good, engine_tries=False)
+        for bad in (unknown, nothing):
+            await checker.check(bad)
+            with pytest.raises(InvalidRequestError, match="llguidance can enforce"):
+                await checker.check(bad, engine_tries=False)
 
 
 async def test_a_check_in_a_thread_leaves_the_loop_alone_and_can_be_left(

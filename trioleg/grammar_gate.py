@@ -60,12 +60,12 @@ class GrammarGate:
 
     def has_passed(self, params: StructuredOutputsParams) -> bool:
         """True if ``check`` would return at once."""
-        return json.dumps(params.for_engine()) in self._passed
+        return json.dumps(params.to_mapping()) in self._passed
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Raises ``InvalidRequestError`` with the reason if it cannot be enforced, or not within bounds;
         ``TriolegError`` if that cannot be found out."""
-        fields = json.dumps(params.for_engine())
+        fields = json.dumps(params.to_mapping())
         if fields in self._passed:
             return
         with self._one_at_a_time:

@@ -2,7 +2,7 @@
 
     python -m trioleg.grammar_trial [MODEL_DIR VOCAB_SIZE]
 
-A line of standard input is a constraint as engines get it (``StructuredOutputsParams.for_engine``), a line of
+A line of standard input is a constraint (``StructuredOutputsParams.to_mapping``), a line of
 standard output its answer: {}, {"reason": …} (llguidance's), {"beyond": …} (the bounds that it did not keep to), or
 {"failed": …} (a trial that could not be made). Ends with its input. It has one thread, so that it may fork.
 """
@@ -102,7 +102,7 @@ def _limit(kind: int, bound: int) -> None:
 
 def _try(line: bytes, tokenizer: LLTokenizer | None) -> dict[str, str]:
     try:
-        reason = _reason(StructuredOutputsParams.from_engine(json.loads(line)), tokenizer)
+        reason = _reason(StructuredOutputsParams.from_mapping(json.loads(line)), tokenizer)
     except ValueError as error:
         reason = str(error)
     except (MemoryError, RecursionError):

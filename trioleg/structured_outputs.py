@@ -14,6 +14,7 @@ import json as json_module
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 from .errors import InvalidRequestError
@@ -44,6 +45,12 @@ _OWN_OPTIONS = "x-guidance"
 
 # A line that only Lark has.
 _LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
+
+# Lines without anything on them, in a row.
+_BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
+
+# Of the last grammars, what they are in Lark: up to 20 MB.
+_CONVERTED = 64
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -144,13 +151,24 @@ class StructuredOutputsParams:
         """The name that errors give the constraint."""
         return self.where or f"structured_outputs.{self.kind}"
 
+    def to_mapping(self) -> dict[str, Any]:
+        """What ``from_mapping`` makes the same constraint of."""
+        if self.kind == "json" or self.disable_any_whitespace:
+            return {"json": self._schema()}
+        value = getattr(self, self.kind)
+        return {self.kind: list(value) if self.kind == "choice" else value}
+
     def for_engine(self) -> dict[str, Any]:
         """The map that travels to an engine, ours or vLLM's. A schema goes as text: it may hold numbers
-        that the wire has no form for. Options go inside it, where vLLM's engine finds them as well."""
-        if self.kind == "json" or self.disable_any_whitespace:
-            return {"json": self._schema(), "_backend": "guidance"}
-        value = getattr(self, self.kind)
-        return {self.kind: list(value) if self.kind == "choice" else value, "_backend": "guidance"}
+        that the wire has no form for. Options go inside it, where vLLM's engine finds them as well. A choice and a
+        grammar go as Lark that vLLM's engine recognizes at once: its own way to it takes minutes for some texts, and
+        fails for a choice of two thousand. Raises ``ValueError`` with the reason if a grammar has no such form;
+        converting 100,000 characters for the first time takes 0.1 s."""
+        forms: dict[str, Callable[[], dict[str, Any]]] = {
+            "choice": lambda: {"grammar": _one_of(self.choice or ())},
+            "grammar": lambda: {"grammar": _to_lark(str(self.grammar))},
+        }
+        return {**forms.get(self.kind, self.to_mapping)(), "_backend": "guidance"}
 
     def to_grammar(self) -> str:
         """The constraint as llguidance reads it. Raises ``ValueError`` with the reason if it has no such form."""
@@ -235,15 +253,17 @@ class StructuredOutputsParams:
             raise _refusal(self.parameter, value, "Unicode, without lone surrogates") from None
 
 
+@lru_cache(maxsize=_CONVERTED)
 def _to_lark(text: str) -> str:
-    """Lark as it is, or from GBNF. llguidance's own way to tell them apart takes minutes for 131,072 empty lines,
-    with the interpreter's lock held; this one is linear."""
+    """Lark as it is, or from GBNF, without blank lines. llguidance's own way to tell them apart takes minutes for
+    131,072 of those, with the interpreter's lock held; this one is linear."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
+    text = _BLANK_LINES.sub("\n", text.lstrip())
     if _LARK.search(text):
         return text
     try:
-        return gbnf_to_lark(text)
+        return _BLANK_LINES.sub("\n", gbnf_to_lark(text))
     except Exception as error:  # noqa: BLE001 (also IndexError, where a text ends early)
         raise ValueError(f"this is not Lark, and as GBNF: {error}") from None
 

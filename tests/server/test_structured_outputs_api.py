@@ -133,7 +133,8 @@ async def test_what_the_engine_is_sent() -> None:
 
             app.transport.core.add_request = add
             answer = await app.ask(structured_outputs={"choice": ["a", "b"]}, n=2)
-            assert sent[0] == {"choice": ["a", "b"], "_backend": "guidance"}
+            lark = 'start: OPTION\nOPTION: "a" | "b"'
+            assert sent[0] == {"grammar": lark, "_backend": "guidance"}
             assert answer.status == 400
             assert answer.error["param"] == "structured_outputs.choice"
             assert "structured_outputs" in answer.error["message"]
