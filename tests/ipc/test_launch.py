@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from process_helpers import open_front_end, python, wait_gone, wait_until
+from process_helpers import open_front_end, python, wait_until
 from programs import alive
 
 from trioleg.errors import EngineStartError
 from trioleg.ipc.launch import EngineExit, last_error, open_engine_process, private_ipc_dir
+from trioleg.ipc.parent import wait_gone
 
 GENEROUS_S = 30.0
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -118,6 +119,35 @@ async def test_what_an_engine_leaves_of_its_group_goes_with_it() -> None:
             child = int(await lines.next())
             assert (await engine.wait()).code == 0
             await wait_gone(child)
+
+
+# Two processes with shared memory, whose names they say; the second is the first one's child.
+SHARING = (
+    "import os, signal, sys; from multiprocessing.shared_memory import SharedMemory; "
+    "from multiprocessing import resource_tracker; resource_tracker.ensure_running(); "
+    "child = os.fork(); memory = SharedMemory(create=True, size=1 << 20); "
+    "os.write(1, f'{memory.name} {os.getpid()}\\n'.encode()); signal.pause()"
+)
+
+
+@pytest.mark.parametrize("end", ["the command is killed", "it is asked to leave", "it is stuck"])
+async def test_shared_memory_that_an_engine_leaves_goes_with_it(end: str) -> None:
+    """Its resource tracker removes it, which must not be killed before."""
+    lines = Lines()
+    with trio.fail_after(GENEROUS_S):
+        async with open_engine_process(
+            python(SHARING), on_stderr_line=lines, stop_timeout=5.0
+        ) as engine:
+            said = [(await lines.next()).split() for _ in range(2)]
+            memories = [Path("/dev/shm", name) for name, _ in said]
+            assert all(one.exists() for one in memories)
+            if end == "the command is killed":
+                os.kill(engine.engine_pid, signal.SIGKILL)
+                await engine.wait()
+            elif end == "it is stuck":
+                engine.hurry()
+    assert not any(alive(int(pid)) for _, pid in said)
+    assert not any(one.exists() for one in memories)
 
 
 async def test_a_killed_engine_is_reported_and_its_folder_removed() -> None:
@@ -321,13 +351,38 @@ pkg.errors.ModelStoreError: model.safetensors is cut short:
         ("Traceback (most recent call last):\n  File x\nKeyboardInterrupt", "KeyboardInterrupt"),
         ("one\ntwo\n\n  three  \nfour\n", "two\nthree\nfour"),
         ("Traceback (most recent call last):\n  File 'cut short", None),
+        (
+            f"{TRACEBACK}\n(MainProcess pid=7) INFO 11-30 17:21:16 [serve.py:266] Shutting down.",
+            None,
+        ),
+        (f"{TRACEBACK}\n/lib/tracker.py:254: UserWarning: leaked\n  warnings.warn('leaked')", None),
+        ("INFO 11-30 17:21 loading\n(EngineCore pid=7) WARNING 11-30 17:22 no libtcmalloc\n", ""),
+        (
+            "usage: main.py [-h]\n  {chat,serve} ...\nmain.py: error: unrecognized arguments: --x\n",
+            "main.py: error: unrecognized arguments: --x",
+        ),
+        ("ValueError", "ValueError"),
         ("", ""),
     ],
 )
 def test_last_error(text: str, expected: str | None) -> None:
-    if expected is None:
+    if expected is None and text.startswith(TRACEBACK):
+        expected = last_error(TRACEBACK.splitlines())
+    elif expected is None:
         expected = "\n".join(line.strip() for line in text.splitlines())
     assert last_error(text.splitlines()) == expected
+
+
+def test_a_last_error_has_an_end() -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1',
+        f"ValueError: {'model, ' * 2000}",
+    ]
+    said = last_error(lines)
+    assert len(said) == 1000
+    assert said.startswith("ValueError: model, ")
+    assert said.endswith("...")
 
 
 def test_the_private_folder_is_private_short_and_removed(

@@ -8,7 +8,8 @@ imports it, so that nothing of the front end or of the engine can break it.
 Its plan. The command runs in a process group of its own. Standard input is a pipe from the front end
 that nobody writes to: when it ends, the front end is gone, however it went. Then, and on SIGTERM or
 SIGINT, the group is asked to leave (SIGTERM), given a bounded time, and killed; on SIGQUIT it is given none. When
-the command has ended, what is left of its group is killed, FOLDER is removed, and the guardian ends.
+the command has ended, what is left of its group is killed, FOLDER is removed, and the guardian ends. Python's resource
+trackers are killed last: they remove the shared memory that others leave, and then end by themselves.
 
 It says on standard output, a line each: ``started PID`` (PID is the group's id too) and ``ended N``
 (N is the command's exit code, or minus the signal that ended it), or ``died N`` if it went before it was
@@ -35,6 +36,10 @@ import time
 ORPHAN_GRACE_S = 1.0
 # Killed processes that are slow to go (in a driver, say) keep the folder no longer than this.
 _GROUP_GONE_S = 5.0
+# Of that, what a resource tracker may take for what others have left: removing 400 MB takes milliseconds.
+_TRACKER_S = 2.0
+# On its command line, as multiprocessing starts it.
+_TRACKER = b"multiprocessing.resource_tracker"
 _COMMAND_NOT_FOUND = 127  # as a shell has it
 _RECEIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD)
 
@@ -58,7 +63,8 @@ class Guardian:
             # What came was perhaps its end, which was not our doing then.
             if time.monotonic() >= self._kill_at and not self._has_ended():
                 self._kill_at = math.inf
-                self._send(signal.SIGKILL)
+                self._sent.add(signal.SIGKILL)
+                self._kill_group()
         self._end_group()
         assert self._status is not None
         return os.waitstatus_to_exitcode(self._status)
@@ -92,11 +98,8 @@ class Guardian:
         self._kill_at = min(self._kill_at, time.monotonic() + grace)
         # Its end and the wish that it may end can come at once, and then the end was first.
         if not self._sent and not self._has_ended():
-            self._send(signal.SIGTERM)
-
-    def _send(self, signum: int) -> None:
-        self._sent.add(signum)
-        self._signal_group(signum)
+            self._sent.add(signal.SIGTERM)
+            self._signal_group(signal.SIGTERM)
 
     def _signal_group(self, signum: int) -> bool:
         """False if nobody is left to get the signal."""
@@ -107,10 +110,46 @@ class Guardian:
             return False
         return True
 
+    def _kill_group(self) -> bool:
+        """Kills all but resource trackers. False if nobody is left, not even one of those."""
+        trackers = [pid for pid in _members(self._pid) if _TRACKER in _command_line(pid)]
+        if not trackers:
+            return self._signal_group(signal.SIGKILL)
+        for pid in _members(self._pid):
+            if pid not in trackers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return True
+
     def _end_group(self) -> None:
-        give_up = time.monotonic() + _GROUP_GONE_S
-        while self._signal_group(signal.SIGKILL) and time.monotonic() < give_up:
+        now = time.monotonic()
+        while self._kill_group() and time.monotonic() < now + _TRACKER_S:
             time.sleep(0.01)
+        while self._signal_group(signal.SIGKILL) and time.monotonic() < now + _GROUP_GONE_S:
+            time.sleep(0.01)
+
+
+def _members(group: int) -> list[int]:
+    """Of a process group those that run. None where the system has no /proc."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            # Behind its name, which may hold anything: state, parent, group.
+            fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+            if fields and int(fields[2]) == group and fields[0] != b"Z":
+                found.append(int(name))
+    return found
+
+
+def _command_line(pid: int) -> bytes:
+    return _read(f"/proc/{pid}/cmdline")
+
+
+def _read(path: str) -> bytes:
+    """Of a file of /proc, which may be gone at any moment."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return b""
 
 
 def start(command: list[str]) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import trio
@@ -45,6 +46,13 @@ _FOLDER_BYTES = 107 - len("/handshake")
 _TRACEBACK = "Traceback (most recent call last):"
 # "ValueError: …", "pkg.mod.Error: …", a bare "KeyboardInterrupt"; frames and carets are indented.
 _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(:|$)")
+# "(EngineCore pid=7) INFO 11-30 …", "INFO 11-30 …", "2026-11-30 …", "/a/file.py:254: UserWarning: …".
+_LOG_LINE = re.compile(
+    r"\(\w[\w-]* pid=\d+\)|(DEBUG|INFO|WARNING|ERROR|CRITICAL)[ :]|\d{4}-\d\d-\d\d[ T]|\S+:\d+: \w*Warning:"
+)
+# "prog: error: unrecognized arguments: …", behind the usage.
+_USAGE_LINE = re.compile(r"[\w.-]+( \w+)*: error: ")
+_SHOWN_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +76,31 @@ class EngineExit:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """What a process said last that matters: a traceback's exception with its whole message.
+    """What a process said last that matters: a traceback's exception with its whole message, up to the next line of
+    a log.
 
-    Without a traceback, the last three lines that are not blank. "" if there is nothing.
+    Without a traceback, what argparse says of a command line, or else the last three lines that are not blank, nor
+    the log's. "" if there is nothing. At most 1,000 characters.
     """
+    said = "\n".join(_exception(lines) or _complaint(lines)).strip()
+    return said if len(said) <= _SHOWN_CHARS else f"{said[: _SHOWN_CHARS - 3]}..."
+
+
+def _exception(lines: Sequence[str]) -> list[str]:
     starts = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    if starts:
-        for index in range(starts[-1] + 1, len(lines)):
-            if _EXCEPTION_LINE.match(lines[index]):
-                return "\n".join(lines[index:]).strip()
-    words = [line.strip() for line in lines if line.strip()]
-    return "\n".join(words[-_SHOWN_WITHOUT_TRACEBACK:])
+    for index in range(starts[-1] + 1, len(lines)) if starts else ():
+        if _EXCEPTION_LINE.match(lines[index]):
+            message = takewhile(lambda line: not _LOG_LINE.match(line), lines[index + 1 :])
+            return [lines[index], *message]
+    return []
+
+
+def _complaint(lines: Sequence[str]) -> list[str]:
+    words = [line.strip() for line in lines if line.strip() and not _LOG_LINE.match(line)]
+    for index, line in enumerate(words):
+        if _USAGE_LINE.match(line):
+            return words[index:]
+    return words[-_SHOWN_WITHOUT_TRACEBACK:]
 
 
 class EngineProcess:
