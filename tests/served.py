@@ -107,13 +107,15 @@ def starting(
     folder: Path,
     *options: str,
     attached: bool = False,
+    joining: tuple[str, ...] = (),
     llm: dict[str, Any] | None = None,
     server: dict[str, Any] | None = None,
     env: dict[str, str] | None = None,
     files: tuple[int, int] | None = None,
     **script: Any,
 ) -> Iterator[Server]:
-    """A server that has been started. ``attached``: its engine is a program of its own, which joins it.
+    """A server that has been started. ``attached``: its engine is a program of its own, which joins it,
+    with the options ``joining``.
 
     ``options`` are of the command line, ``llm`` and ``server`` settings of the two configurations, ``files`` the
     soft and the hard limit on open files.
@@ -133,7 +135,7 @@ def starting(
         started = Server(stack.enter_context(running(*argv, env=env)))
         if attached:
             address = started.program.wait_for(r"waiting for an engine to join at (\S+)")[1]
-            engine = (*TRIOLEG, "engine", "--script", file, "--handshake", address)
+            engine = (*TRIOLEG, "engine", "--script", file, "--handshake", address, *joining)
             started.joined = stack.enter_context(running(*engine))
         yield started
 

@@ -19,7 +19,17 @@ def invoke(*arguments: str):
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["batch", "bench", "chat", "engine", "models", "pull", "serve", "trace"]
+    assert COMMANDS == [
+        "batch",
+        "bench",
+        "chat",
+        "engine",
+        "keys",
+        "models",
+        "pull",
+        "serve",
+        "trace",
+    ]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
@@ -54,6 +64,20 @@ def test_help_loads_nothing_heavy() -> None:
             ["serve", "--attach", "tcp://127.0.0.1:1", "--max-num-seqs", "64"],
             "--max-num-seqs is for",
         ),
+        (["serve", "--curve-keys", "keys"], "give --attach"),
+        (["serve", "--allow-unauthenticated"], "give --attach"),
+        (["serve", "--engine", "vllm", "--curve-keys", "keys"], "give --attach"),
+        (["serve", "--engine", "vllm", "--attach", "tcp://127.0.0.1:1"], "somebody else does"),
+        (["serve", "--vllm-python", "python"], "--vllm-python is for --engine vllm"),
+        (["serve", "m", "--", "--enforce-eager"], "what stands behind -- is for --engine vllm"),
+        (["serve", "--engine", "vllm", "--", "--enforce-eager"], "a model, before the `--`"),
+        (
+            ["serve", "m", "--engine", "vllm", "--", "--headless"],
+            "'--headless', which is always given",
+        ),
+        (["serve", "m", "--engine", "vllm", "--", "--max_logprobs=5"], "an option of this server"),
+        (["serve", "m", "--engine", "vllm", "--enforce-eager"], "vLLM's own stand behind `--`"),
+        (["serve", "--engine", "vllm", "--device", "cpu"], "--device is for our own engine"),
         (["serve", "--dtype", "int4"], "'int4' is not one of 'auto', 'float32'"),
         (["serve", "--port", "65536"], "65536 is not in the range"),
         (["chat", "smollm2-135m", "--url", "http://127.0.0.1:1"], "with --url use --model"),
@@ -84,6 +108,25 @@ def test_an_error_of_ours_is_one_line(arguments: list[str], said: str) -> None:
     assert program.stderr.startswith("trioleg: ")
     assert program.stderr.count("\n") == 1
     assert program.stdout == ""
+
+
+def test_vllms_command_line(smollm2, tmp_path: Path) -> None:
+    """An interpreter that only says what it was asked for, and how it fails."""
+    vllm = tmp_path / "python"
+    vllm.write_text('#!/bin/sh\necho "asked for: $*" >&2\necho "no GPU here" >&2\n')
+    vllm.chmod(0o755)
+    before = ("--max-num-seqs", "7", "--no-enable-prefix-caching", "--max-logprobs", "5")
+    argv = ("serve", "smollm2-135m", "--port", "0", "--engine", "vllm", "--vllm-python", str(vllm))
+    with running(*TRIOLEG, *argv, *before, "--", "--enforce-eager", "-x", "1") as program:
+        assert program.wait() == 1
+    joins = r"--headless --data-parallel-address 127\.0\.0\.1 --data-parallel-rpc-port \d+"
+    agreed = "--max-logprobs=5 --scheduling-policy=fcfs"
+    given = "--max-num-seqs 7 --no-enable-prefix-caching --enforce-eager -x 1"
+    asked = rf"-m vllm\.entrypoints\.cli\.main serve {smollm2} {joins} {agreed} {given}\n"
+    assert re.search(f"asked for: {asked}", program.stderr), program.stderr
+    last = program.stderr.splitlines()[-1]
+    assert last.startswith("trioleg: the engine did not start")
+    assert "no GPU here" in last
 
 
 def test_models_are_listed_for_people_and_for_programs(smollm2) -> None:

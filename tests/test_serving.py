@@ -322,3 +322,9 @@ def test_the_curl_line_survives_the_shell() -> None:
         "temperature": 0,
         "stream": True,
     }
+
+
+def test_the_curl_line_of_a_model_that_embeds() -> None:
+    *_, url, _, _, _, body = shlex.split(serving.curl_line("http://127.0.0.1:9", "m", embeds=True))
+    assert url == "http://127.0.0.1:9/v1/embeddings"
+    assert json.loads(body) == {"model": "m", "input": "What is the capital of France?"}

@@ -17,8 +17,8 @@ import trio
 from programs import TRIOLEG, alive, running, wait_until
 from served import Server, open_client, serving, starting, stopped, wait_gone
 
-from trioleg.ipc.handshake import join_head
-from trioleg.messages import EngineReadyResponse
+from trioleg.ipc.joining import join_head
+from trioleg.messages import WIRE_VERSION, EngineReadyResponse
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 SIGNALS = [(TERM,), (INT,), (TERM, INT), (INT, TERM), (TERM, TERM), (INT, INT)]
@@ -208,7 +208,7 @@ async def test_d10_an_engine_that_is_never_ready(smollm2, tmp_path) -> None:
 async def test_d10_an_engine_that_says_ready_and_nothing_more(smollm2, tmp_path) -> None:
     address = f"ipc://{tmp_path}/join"
     options = ("--attach", address, "--start-timeout", "1", "--log-level", "error")
-    ready = EngineReadyResponse(max_model_len=2048, num_gpu_blocks=100, block_size=16)
+    ready = EngineReadyResponse(max_model_len=2048, num_gpu_blocks=100, vllm_version=WIRE_VERSION)
 
     async def load() -> EngineReadyResponse:
         await trio.lowlevel.checkpoint()

@@ -3,17 +3,17 @@
 The layering, which a test enforces (arrows are imports, and run one way):
 
     server → runtime → {ipc, output} → {messages, outputs, sampling_params, prompts} → {errors, config}
-    config → timeouts → errors
+    config → {timeouts, lora} → errors
     engine → {messages, sampling_params, tokenizer, grammar_gate, model_files, ipc}
     {engine, runtime} → grammar_gate → structured_outputs
     sampling_params → {structured_outputs, param_checks}
-    model_store → gguf_convert;  prompts → tokenizer → {chat_template, token_pieces}
-    {model_store, gguf_convert, tokenizer} → model_files → errors
+    model_store → gguf_convert;  prompts → tokenizer → {chat_template, pooling_model, token_pieces}
+    {model_store, gguf_convert, tokenizer, pooling_model} → model_files → errors
     offline → {engine, output};  batch_files → {errors, config}
 
 ``testing`` and the programs (``cli``, ``serving``, ``batch``, ``bench``, ``chat``, ``chat_server``, ``pull_bar``,
-``trace``, ``trace_table``) may import anything; nothing imports ``cli``. The public names are resolved on first use,
-so that a process that wants one part (the engine, say) loads only that part.
+``trace``, ``trace_table``) may import anything; nothing imports ``cli``. The public names are resolved on first
+use, so that a process that wants one part (the engine, say) loads only that part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import offline
-    from .config import EngineConfig, LLMConfig, ServerConfig
+    from .config import EngineConfig, LLMConfig, ServerConfig, VLLMConfig
     from .errors import (
         DeadlineExceeded,
         EngineDeadError,
         EngineStartError,
         EngineUnavailableError,
         InvalidRequestError,
+        LoRAAdapterNotFoundError,
         ModelStoreError,
         OutputError,
         OverloadedError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         TriolegError,
         WireError,
     )
+    from .lora import LoRAModulePath, LoRARequest
     from .outputs import (
         CompletionOutput,
         Ending,
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
+    from .prompts import TokenizeParams
     from .runtime.health import Health, LLMState
     from .runtime.llm import LLM
     from .runtime.opening import open_llm
@@ -69,13 +72,14 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 _HOMES = {
-    "config": ("EngineConfig", "LLMConfig", "ServerConfig"),
+    "config": ("EngineConfig", "LLMConfig", "ServerConfig", "VLLMConfig"),
     "errors": (
         "DeadlineExceeded",
         "EngineDeadError",
         "EngineStartError",
         "EngineUnavailableError",
         "InvalidRequestError",
+        "LoRAAdapterNotFoundError",
         "ModelStoreError",
         "OutputError",
         "OverloadedError",
@@ -87,6 +91,7 @@ _HOMES = {
         "TriolegError",
         "WireError",
     ),
+    "lora": ("LoRAModulePath", "LoRARequest"),
     "outputs": (
         "CompletionOutput",
         "Ending",
@@ -97,6 +102,7 @@ _HOMES = {
         "RequestMetrics",
         "RequestOutput",
     ),
+    "prompts": ("TokenizeParams",),
     "runtime.health": ("Health", "LLMState"),
     "runtime.llm": ("LLM",),
     "runtime.opening": ("open_llm",),
@@ -132,6 +138,9 @@ __all__ = [
     "InvalidRequestError",
     "LLMConfig",
     "LLMState",
+    "LoRAAdapterNotFoundError",
+    "LoRAModulePath",
+    "LoRARequest",
     "Logprob",
     "ModelStoreError",
     "OutputError",
@@ -154,8 +163,10 @@ __all__ = [
     "StopHoldBack",
     "StructuredOutputsParams",
     "Timeouts",
+    "TokenizeParams",
     "Tokenizer",
     "TriolegError",
+    "VLLMConfig",
     "WireError",
     "create_app",
     "offline",

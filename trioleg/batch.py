@@ -31,9 +31,9 @@ from .offline import OfflineEngine, open_engine
 from .outputs import RequestOutput
 from .prompts import Prompt
 from .sampling_params import SamplingParams
+from .server.model_names import check_model
 from .server.protocol import (
     ChatCompletionRequest,
-    check_model,
     error_of,
     full_response,
     parse_chat_completion,

@@ -1,17 +1,21 @@
 """Every setting, with its default and the reason for it.
 
-Rules of this file: frozen values, imports only ``errors`` and ``timeouts``. Durations are seconds, sizes bytes.
+Rules of this file: frozen values, imports only ``errors``, ``lora``, ``timeouts`` and ``vllm_flags``. Durations are
+seconds, sizes bytes.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from .errors import InvalidRequestError
+from .lora import LoRAModulePath
 from .timeouts import Timeouts, check_timeout, check_timeouts
+from .vllm_flags import why_not
 
 __all__ = [
     "DETOKENIZERS",
@@ -20,6 +24,7 @@ __all__ = [
     "EngineConfig",
     "LLMConfig",
     "ServerConfig",
+    "VLLMConfig",
 ]
 
 # Two implementations of one contract: "fast" decodes in the tokenizers library, "readable" step by step
@@ -33,6 +38,9 @@ _LAST_PORT = 65535
 
 # "auto" is the checkpoint's own dtype.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+# "auto" is the model's own, "vllm" none of it.
+GENERATION_CONFIGS = ("auto", "vllm")
 
 # First come first served; or the smallest ``priority`` first, and among equals the same.
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -104,6 +112,39 @@ class EngineConfig:
         return flags
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VLLMConfig:
+    """A stock vLLM engine that we start, with ``vllm serve MODEL --headless``.
+
+    ``python``: an interpreter whose environment has vLLM; None: this one's, or that of the ``vllm`` on the PATH.
+    ``arguments``: more flags of ``vllm serve``, but for those by which an engine joins its front end, and those that
+    are for vLLM's own (``vllm_flags.py``).
+    """
+
+    python: Path | str | None = None
+    arguments: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.python is not None and not isinstance(self.python, Path | str):
+            _check_type("python", self.python, Path)
+        if not isinstance(self.arguments, list | tuple):
+            raise InvalidRequestError(
+                f"arguments is {self.arguments!r:.60}; allowed: a list of strings",
+                parameter="arguments",
+            )
+        object.__setattr__(self, "arguments", tuple(self.arguments))
+        for argument in self.arguments:
+            _check_type("arguments", argument, str)
+            why = why_not(argument)
+            if why is not None:
+                # What is behind "=" may be a secret.
+                flag = argument.partition("=")[0]
+                raise InvalidRequestError(
+                    f"arguments hold {flag!r}, {why}; allowed: other flags of vllm serve",
+                    parameter="arguments",
+                )
+
+
 def _check_type(name: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise InvalidRequestError(
@@ -132,6 +173,19 @@ def _chunk_size() -> int:
     return int(size)
 
 
+def _check_lora_modules(modules: Any) -> None:
+    _check_type("lora_modules", modules, tuple)
+    for one in modules:
+        _check_type("lora_modules", one, LoRAModulePath)
+    names = [one.name for one in modules]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequestError(
+                f"lora_modules names {name!r} twice; allowed: names that differ",
+                parameter="lora_modules",
+            )
+
+
 _POSITIVE_INTEGERS = (
     "output_chunk_size",
     "mailbox_max_bytes",
@@ -142,15 +196,37 @@ _POSITIVE_INTEGERS = (
 )
 
 
+# Of ``EngineConfig``, what the front end has to know of any engine.
+_OF_ANY_ENGINE = ("max_logprobs", "scheduling_policy")
+
+
+def _refuse_settings_of_another(engine: EngineConfig) -> None:
+    """What is said of our own engine means nothing for vLLM's."""
+    for one in fields(EngineConfig):
+        value = getattr(engine, one.name)
+        if one.name not in _OF_ANY_ENGINE and value != one.default:
+            flag = f"--{one.name.replace('_', '-')}"
+            raise InvalidRequestError(
+                f"{one.name} is {value!r} beside vllm; allowed: {one.default!r}, and {flag} in VLLMConfig.arguments",
+                parameter=one.name,
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LLMConfig:
     """How ``open_llm`` behaves, whatever engine is behind it."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
+    # The engine is vLLM's and not our own. ``engine`` may say max_logprobs and scheduling_policy then, which both sides
+    # must know; whatever else is among its own arguments.
+    vllm: VLLMConfig | None = None
     # Outputs processed between two checkpoints of the reader.
     output_chunk_size: int = field(default_factory=_chunk_size)
     # Which detokenizer: see DETOKENIZERS.
     detokenizer: str = "fast"
+    # Sampling parameters that a request does not name: those of the model's generation_config.json, or the API's own.
+    # Names and meanings are vLLM's.
+    generation_config: str = "auto"
     # Outputs are handed over every that many tokens at most; a request may ask for fewer outputs.
     stream_interval: int = 1
     # Unread output of one request. 100,000 tokens are about 1 MB, with 20 logprobs each 260 MB: a reader that far
@@ -179,8 +255,15 @@ class LLMConfig:
     # Whether an engine that died is followed by another one, and how often in a row that may fail.
     restart_engine: bool = False
     max_engine_restarts: int = 5
+    # LoRA adapters that every engine of it loads before it counts as ready.
+    lora_modules: tuple[LoRAModulePath, ...] = ()
     # How long an engine that was asked to leave may take before it is killed.
     engine_stop_timeout: float = 5.0
+    # Where engines join: the front end's folder that ``trioleg keys`` made. Only engines with a key that is in it
+    # can join, over an encrypted wire; vLLM's own engines have no way to.
+    curve_keys: Path | None = None
+    # Where engines join without keys: the address may be one that other machines reach, and so whoever is there.
+    allow_unauthenticated: bool = False
 
     def __post_init__(self) -> None:
         if self.detokenizer not in DETOKENIZERS:
@@ -188,9 +271,28 @@ class LLMConfig:
                 f"detokenizer is {self.detokenizer!r}; allowed: {', '.join(DETOKENIZERS)}",
                 parameter="detokenizer",
             )
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise InvalidRequestError(
+                f"generation_config is {self.generation_config!r:.60}; allowed: "
+                f"{', '.join(GENERATION_CONFIGS)}",
+                parameter="generation_config",
+            )
         _check_integer("stream_interval", self.stream_interval)
         _check_type("engine", self.engine, EngineConfig)
+        if self.vllm is not None:
+            _check_type("vllm", self.vllm, VLLMConfig)
+            _refuse_settings_of_another(self.engine)
         _check_type("restart_engine", self.restart_engine, bool)
+        _check_type("allow_unauthenticated", self.allow_unauthenticated, bool)
+        if self.curve_keys is not None:
+            _check_type("curve_keys", self.curve_keys, Path)
+            if self.allow_unauthenticated:
+                raise InvalidRequestError(
+                    "allow_unauthenticated is True beside curve_keys, which let nobody in without a key; "
+                    "allowed: one of them",
+                    parameter="allow_unauthenticated",
+                )
+        _check_lora_modules(self.lora_modules)
         for name in _POSITIVE_INTEGERS:
             _check_integer(name, getattr(self, name))
         check_timeouts(self.timeouts)
@@ -224,13 +326,25 @@ class ServerConfig:
     # From a request's head to the end of its body: half a megabyte over 70 kbit/s. A request's own
     # timeouts may be shorter.
     body_timeout: float = 60.0
+    # Sleep, pause, caches and adapters over HTTP, for operators: whoever reaches the port may use them.
+    enable_engine_controls: bool = False
     # A comment after so much silence of a stream, while it waits in a queue, say; None: none. Proxies
     # cut connections that are silent for 30 to 60 s. The first comment sends the 200: what fails
     # behind it is told by an error event, no longer by a status.
     sse_keep_alive_interval: float | None = None
+    # Who asks for anything but a probe or the metrics names one of these (``Authorization: Bearer KEY``), or gets a
+    # 401. None of them: whoever reaches the server may ask.
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         _check_type("host", self.host, str)
+        _check_type("api_keys", self.api_keys, tuple)
+        if not all(isinstance(key, str) and key for key in self.api_keys):
+            raise InvalidRequestError(
+                "api_keys has one that is no text, or empty; allowed: a tuple of texts",
+                parameter="api_keys",
+            )
+        _check_type("enable_engine_controls", self.enable_engine_controls, bool)
         _check_integer("max_body_bytes", self.max_body_bytes)
         if not _is_number(self.port) or not 0 <= self.port <= _LAST_PORT:
             allowed = f"an integer from 0 to {_LAST_PORT}"

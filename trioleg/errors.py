@@ -19,6 +19,7 @@ __all__ = [
     "EngineStartError",
     "EngineUnavailableError",
     "InvalidRequestError",
+    "LoRAAdapterNotFoundError",
     "ModelStoreError",
     "OutputError",
     "OverloadedError",
@@ -47,6 +48,10 @@ class InvalidRequestError(TriolegError, ValueError):
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class LoRAAdapterNotFoundError(InvalidRequestError):
+    """There is no adapter under the path, or none of the name, that was given."""
 
 
 class ModelStoreError(TriolegError):

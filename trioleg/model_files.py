@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .errors import ModelStoreError
 
@@ -18,6 +18,7 @@ __all__ = [
     "LARGEST_NUMBER",
     "MOST_LAYERS",
     "SMALLEST_NUMBER",
+    "read_json_array",
     "read_json_object",
 ]
 
@@ -36,13 +37,22 @@ _MOST_NESTED = 64
 def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
     """The object in ``path``; an empty one if it is ``optional`` and missing. Raises ``ModelStoreError``
     naming the file for one that cannot be read, or that holds anything else."""
+    return cast("dict[str, Any]", _read(path, dict, "object", optional=optional))
+
+
+def read_json_array(path: Path, *, optional: bool = False) -> list[Any]:
+    """The same, of a file that holds an array."""
+    return cast("list[Any]", _read(path, list, "array", optional=optional))
+
+
+def _read(path: Path, kind: type, named: str, *, optional: bool) -> object:
     try:
         if path.exists() and not path.is_file():
             raise ModelStoreError(f"{path}: cannot be read: it is no file")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         if optional:
-            return {}
+            return kind()
         raise ModelStoreError(f"{path} is missing") from None
     except OSError as error:
         raise ModelStoreError(f"{path}: cannot be read: {error.strerror}") from error
@@ -52,8 +62,8 @@ def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ModelStoreError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelStoreError(f"{path}: holds no JSON object")
+    if not isinstance(value, kind):
+        raise ModelStoreError(f"{path}: holds no JSON {named}")
     if _is_deep(value):
         raise ModelStoreError(f"{path}: is not JSON that can be read: it is nested too deep")
     return value

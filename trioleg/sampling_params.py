@@ -346,12 +346,12 @@ class PoolingParams:
 
     task: what the engine is asked for; "embed" makes one vector of a prompt. dimensions: shortens the
     vector, for models that were trained for it. use_activation: whether the model's last step is done
-    (for "embed": scaling to length 1).
+    (for "embed": scaling to length 1); None: as the model is meant to be used.
     """
 
     task: str = "embed"
     dimensions: int | None = None
-    use_activation: bool = True
+    use_activation: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:
@@ -359,13 +359,16 @@ class PoolingParams:
         if self.dimensions is not None:
             allowed = "an integer of at least 1, or null"
             check_int("dimensions", self.dimensions, allowed, 1)
-        if not isinstance(self.use_activation, bool):
-            raise refusal("use_activation", self.use_activation, "true or false")
+        if self.use_activation is not None and not isinstance(self.use_activation, bool):
+            raise refusal("use_activation", self.use_activation, "true, false or null")
 
     def for_engine(self) -> EnginePoolingParams:
         """These parameters as an engine reads them."""
         return EnginePoolingParams(
-            task=self.task, dimensions=self.dimensions, use_activation=self.use_activation
+            task=self.task,
+            dimensions=self.dimensions,
+            # Most models' default; an engine would take None for no.
+            use_activation=self.use_activation is not False,
         )
 
 

@@ -4,9 +4,9 @@ Rules of this file: it owns the process, so it may import anything; all that is 
 the signal receiver is there, since loading takes seconds in which a signal must already be heard.
 
 The server listens while the engine loads, so that probes get an answer. The first SIGINT or SIGTERM lets running
-requests have their time, then ends what is left of them, the server, the engine, each in its order; while the engine
-is still loading it ends that at once. A second one ends all now: streams are told, if they take it at once, and the
-engine is killed. An engine's death is an error, whatever signals come behind it.
+requests have their time, then ends what is left of them, the server, the engine, each in its order; while the
+engine is still loading it ends that at once. A second one ends all now: streams are told, if they take it at once,
+and the engine is killed. An engine's death is an error, whatever signals come behind it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .config import LLMConfig, ServerConfig
 from .errors import EngineDeadError, ServerShutdown
 
 if TYPE_CHECKING:
+    from .runtime.adoption import EngineLegs
     from .runtime.llm import LLM
     from .server.binding import Binding
     from .server.hypercorn_config import HypercornSettings
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("trioleg.server")
 
-__all__ = ["READY_LINE", "curl_line", "ready_line", "run_server", "visible_url"]
+__all__ = ["READY_LINE", "STOP_SIGNALS", "curl_line", "ready_line", "run_server", "visible_url"]
 
+# What ends the program in good order.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Behind the time in which a lost engine may come back: its last words.
 _VERDICT_MARGIN_S = 0.5
 # For those who are told, once there was a second signal, and for their connections' end.
@@ -55,23 +58,29 @@ async def run_server(
     attach: str | None,
     hear: Callable[[], None] = lambda: None,
     hypercorn: HypercornSettings | None = None,
+    *,
+    adopt: EngineLegs | None = None,
+    stop_signals: Sequence[signal.Signals] = STOP_SIGNALS,
 ) -> None:
     """Serves until a signal comes; for ``trio.run``, in the main thread.
 
-    ``hear`` is called once signals are received here. ``hypercorn``: as in ``serve``. Raises ``TriolegError``: the
+    ``hear`` is called once signals are received here. ``hypercorn``: as in ``serve``, ``attach`` and ``adopt``: as
+    in ``open_llm``. ``stop_signals`` are heard; somebody else sees to the others. Raises ``TriolegError``: the
     model or the address cannot be had, the engine does not start, or, once everything is taken down, it died.
     """
     program = _Program(hypercorn)
     try:
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        with trio.open_signal_receiver(*stop_signals) as signals:
             hear()
             await _run_hearing(
-                program, signals, partial(program.run, model, llm_config, server_config, attach)
+                program,
+                signals,
+                partial(program.run, model, llm_config, server_config, attach, adopt),
             )
     finally:
         # Trio closes what wakes it at signals before it tells Python so, and one that comes in between would
         # be an error on stderr. The program is over: they can change nothing.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals:
             signal.signal(number, signal.SIG_IGN)
     if program.cause_of_death is not None:
         raise EngineDeadError(program.cause_of_death)
@@ -101,7 +110,12 @@ class _Program:
         self._llm: LLM | None = None
 
     async def run(
-        self, model: str, llm_config: LLMConfig, server_config: ServerConfig, attach: str | None
+        self,
+        model: str,
+        llm_config: LLMConfig,
+        server_config: ServerConfig,
+        attach: str | None,
+        adopt: EngineLegs | None,
     ) -> None:
         from .runtime.opening import open_llm
         from .server.accepting import raise_descriptor_limit
@@ -113,7 +127,9 @@ class _Program:
         bindings = await bind_all(server_config, self._hypercorn or HypercornSettings())
         llm: LLM | None = None
         try:
-            async with open_llm(model, llm_config, attach=attach, wait_until_ready=False) as llm:
+            async with open_llm(
+                model, llm_config, attach=attach, adopt=adopt, wait_until_ready=False
+            ) as llm:
                 self._llm = llm
                 await self._serve(llm, server_config, bindings)
                 await _settle(llm, llm_config)
@@ -147,7 +163,8 @@ class _Program:
             self._is_ready = True
             name = config.served_model_name or llm.model
             certfile = None if self._hypercorn is None else self._hypercorn.certfile
-            click.echo(_ready_lines(bound.addresses, name, certfile))
+            embeds = "generate" not in llm.supported_tasks
+            click.echo(_ready_lines(bound.addresses, name, certfile, embeds=embeds))
 
     async def _wait_ready(self, llm: LLM) -> None:
         is_ready = False
@@ -193,7 +210,9 @@ async def _settle(llm: LLM, config: LLMConfig) -> None:
             await llm.wait_dead()
 
 
-def _ready_lines(addresses: Sequence[Address], model: str, certfile: str | None) -> str:
+def _ready_lines(
+    addresses: Sequence[Address], model: str, certfile: str | None, *, embeds: bool = False
+) -> str:
     """The line that says so, one for each further address, and a command to try."""
     urls = [visible_url(one) if one.path is None else f"unix:{one.path}" for one in addresses]
     first = addresses[0]
@@ -205,7 +224,7 @@ def _ready_lines(addresses: Sequence[Address], model: str, certfile: str | None)
         [
             ready_line(urls[0], model),
             *(f"also at {one}" for one in urls[1:]),
-            curl_line(url, model, *options),
+            curl_line(url, model, *options, embeds=embeds),
         ]
     )
 
@@ -221,16 +240,14 @@ def ready_line(url: str, model: str) -> str:
     return f"ready: {model} at {url}"
 
 
-def curl_line(url: str, model: str, *options: str) -> str:
-    """A command for a shell that streams an answer from the server at ``url``. ``options``: more of curl's."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "temperature": 0,
-        "stream": True,
-    }
-    data = json.dumps(body, ensure_ascii=False)
+def curl_line(url: str, model: str, *options: str, embeds: bool = False) -> str:
+    """A command for a shell that streams an answer from the server at ``url``, or, of a model that ``embeds``,
+    shows a vector. ``options``: more of curl's."""
+    question = "What is the capital of France?"
+    messages = [{"role": "user", "content": question}]
+    path, asked = "chat/completions", {"messages": messages, "temperature": 0, "stream": True}
+    if embeds:
+        path, asked = "embeddings", {"input": question}
+    data = json.dumps({"model": model, **asked}, ensure_ascii=False)
     header = "Content-Type: application/json"
-    return shlex.join(
-        ["curl", "-sSN", *options, f"{url}/v1/chat/completions", "-H", header, "-d", data]
-    )
+    return shlex.join(["curl", "-sSN", *options, f"{url}/v1/{path}", "-H", header, "-d", data])

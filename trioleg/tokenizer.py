@@ -1,7 +1,7 @@
 """What the front end knows of a model: its tokenizer, chat template, end tokens and limits.
 
-Rules of this file: pure and synchronous; imports only ``errors``, ``model_files``, ``chat_template``
-and ``token_pieces``. It reads the JSON files of a Hugging Face directory, never the weights.
+Rules of this file: pure and synchronous; imports only ``errors``, ``model_files``, ``chat_template``,
+``pooling_model`` and ``token_pieces``. It reads the JSON files of a Hugging Face directory, never the weights.
 
 Everything is read once, by ``Tokenizer.from_directory``; a value that a later hop would trip over is
 refused there, with the file's name. After that an object does not change, and threads may share it.
@@ -20,6 +20,7 @@ import tokenizers
 from .chat_template import ChatTemplate
 from .errors import InvalidRequestError, ModelStoreError
 from .model_files import LARGEST_INTEGER, read_json_object
+from .pooling_model import PoolingModel
 from .token_pieces import TokenPieces
 
 __all__ = ["Tokenizer"]
@@ -50,7 +51,9 @@ class Tokenizer:
     with byte fallback (their entries are never shorter than the text they stand for), added tokens
     included. It does not for vocabularies with an unknown token, which can swallow a whole word, nor
     for characters that a vocabulary leaves out (in SmolLM2's, a few control characters).
+    truncation_side: which end of a text goes, where one is to be shortened. pooling: of its vectors, if it makes any.
     pieces: what each token stands for by itself, and which tokens are added or special.
+    model_dir: where it was read; None for one that was made in memory.
     """
 
     backend: tokenizers.Tokenizer
@@ -61,6 +64,9 @@ class Tokenizer:
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_chars_per_token: int
     chat_template: ChatTemplate | None = None
+    truncation_side: str = "right"
+    pooling: PoolingModel = field(default_factory=PoolingModel)
+    model_dir: Path | None = None
     pieces: TokenPieces = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +101,11 @@ class Tokenizer:
             generation_defaults=_generation_defaults(generation, generation_file),
             max_chars_per_token=max(map(len, backend.get_vocab()), default=1),
             chat_template=ChatTemplate.from_directory(path, tokenizer_config),
+            truncation_side="left"
+            if tokenizer_config.get("truncation_side") == "left"
+            else "right",
+            pooling=PoolingModel.from_directory(path, config),
+            model_dir=path,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -112,6 +123,22 @@ class Tokenizer:
         # Only the batch calls release the interpreter's lock: with ``encode``, 5 MB in a thread stop the
         # whole process for 4 s.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def tokenize_beginning(
+        self, text: str, length: int, *, side: str | None = None, add_special_tokens: bool = True
+    ) -> tokenizers.Encoding:
+        """At most ``length`` tokens, special ones included: of a longer text its beginning, or its end, if the
+        ``side`` that goes is "left" (None: the tokenizer's own). Raises ``InvalidRequestError``."""
+        num_added = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        if length <= num_added:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {length}; allowed: at least {num_added + 1}, since the tokenizer adds "
+                f"{num_added} to every text",
+                parameter="truncate_prompt_tokens",
+            )
+        encoding = self.tokenize(text, add_special_tokens=False)
+        encoding.truncate(length - num_added, direction=side or self.truncation_side)
+        return self.backend.post_process(encoding, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids`` as a whole; ids that the tokenizer does not know have none."""

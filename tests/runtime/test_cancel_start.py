@@ -47,7 +47,7 @@ def has_engine(folders: Path) -> bool:
 
 def has_said_hello(folders: Path) -> bool:
     """The legs are bound when HELLO has come; the engine then loads."""
-    return any(folders.glob("*/out0"))
+    return any(folders.glob("*/out*"))
 
 
 def everything_left(folders: Path) -> list[object]:

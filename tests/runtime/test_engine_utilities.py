@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
+from scripted_llm import open_scripted, script
 
 from trioleg import (
     LLM,
@@ -18,6 +20,8 @@ from trioleg import (
     WireError,
     open_llm,
 )
+from trioleg.ipc.codec import encode
+from trioleg.messages import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
 from trioleg.runtime.utilities import EngineUtilities
 
 # Only to end a test that hangs.
@@ -46,12 +50,44 @@ class _Odd(EngineUtilities):
     async def call_utility(self, method: str, *args: object) -> None:
         await trio.lowlevel.checkpoint()
 
+    async def add_lora(self, lora_request: object) -> bool:
+        raise AssertionError("nobody asks")
+
 
 async def test_an_answer_of_another_kind_is_an_error() -> None:
     with pytest.raises(WireError, match="answers reset_prefix_cache with None; allowed: bool"):
         await _Odd().reset_prefix_cache()
     with pytest.raises(WireError, match="answers get_supported_tasks with None; allowed: a list"):
         await _Odd().get_supported_tasks()
+
+
+async def test_what_an_engine_says_of_a_failure_has_an_end() -> None:
+    async with open_scripted(script("a")) as (llm, transport):
+
+        def send(kind: EngineCoreRequestType, body: bytes) -> bool:
+            answer = UtilityOutput(msgspec.msgpack.decode(body)[1], "no " * 100_000)
+            transport.inject([encode(EngineCoreOutputs(timestamp=1.0, utility_output=answer))])
+            return kind is EngineCoreRequestType.UTILITY
+
+        transport.send = send
+        with trio.fail_after(PATIENCE), pytest.raises(WireError, match="no no") as refused:
+            await llm.call_utility("list_loras")
+        assert len(str(refused.value)) < 3000
+
+
+@pytest.mark.parametrize("result", [7, "x", [], [None], {"a": 1}, True, [None, 1, 2]])
+async def test_an_answer_in_another_form_is_an_error(result: object) -> None:
+    async with open_scripted(script("a")) as (llm, transport):
+
+        def send(kind: EngineCoreRequestType, body: bytes) -> bool:
+            assert kind is EngineCoreRequestType.UTILITY
+            answer = UtilityOutput(msgspec.msgpack.decode(body)[1], None, result)
+            transport.inject([encode(EngineCoreOutputs(timestamp=1.0, utility_output=answer))])
+            return True
+
+        transport.send = send
+        with trio.fail_after(PATIENCE), pytest.raises(WireError, match="allowed: a pair or nil"):
+            await llm.call_utility("list_loras")
 
 
 async def test_a_day_of_an_engine(smollm2: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ from programs import alive, descendants, wait_until
 from trioleg import (
     EngineDeadError,
     EngineStartError,
-    InvalidRequestError,
     LLMConfig,
     ModelStoreError,
     SamplingParams,
@@ -40,6 +40,23 @@ def script(tmp_path: Path) -> Callable[..., Path]:
 
 def engine_processes() -> list[int]:
     return descendants(os.getpid())
+
+
+@pytest.mark.parametrize(("generation_config", "temperature"), [("auto", 0.25), ("vllm", 1.0)])
+async def test_the_models_own_sampling_defaults_can_be_left_out(
+    smollm2: Path,
+    script: Callable[..., Path],
+    tmp_path: Path,
+    generation_config: str,
+    temperature: float,
+) -> None:
+    for file in smollm2.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25}')
+    config = LLMConfig(generation_config=generation_config)
+    with trio.fail_after(PATIENCE):
+        async with open_llm(tmp_path, config, script=script()) as llm:
+            assert llm.default_sampling_params().temperature == temperature
 
 
 async def test_an_answer_and_nothing_left(smollm2: Path, script: Callable[..., Path]) -> None:
@@ -131,22 +148,3 @@ async def test_an_unknown_model() -> None:
     with pytest.raises(ModelStoreError, match="no-such-model"):
         async with open_llm("no-such-model"):
             pytest.fail("there is no model")
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "tcp://0.0.0.0:1",
-        "tcp://127.0.0.1:99999",
-        "tcp://127.0.0.1:x",
-        "tcp://10.0.0.1:5",
-        "http://x",
-        "5",
-        "",
-    ],
-)
-async def test_attach_takes_only_what_others_cannot_reach(smollm2: Path, address: str) -> None:
-    with pytest.raises(InvalidRequestError, match="attach is") as caught:
-        async with open_llm(smollm2, attach=address):
-            pytest.fail("nothing may be bound there")
-    assert caught.value.parameter == "attach"

@@ -30,7 +30,7 @@ from trioleg.messages import EngineCoreOutput, EngineCoreOutputs
 from trioleg.runtime.engines import Engine
 from trioleg.runtime.llm import LLM
 from trioleg.runtime.opening import running
-from trioleg.testing import ScriptedTransport
+from trioleg.testing import Script, ScriptedTransport
 
 WORDS = script(*"abcabccbac", step=0.1, finish="length")
 MANY = SamplingParams(max_tokens=100)
@@ -48,6 +48,7 @@ class Fleet:
     load_s: float = 0.0
     fail: set[int] = field(default_factory=set)
     forget_to_answer: bool = False
+    words: Script = WORDS
     transports: list[ScriptedTransport] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -58,7 +59,7 @@ class Fleet:
         await trio.sleep(self.load_s)
         if len(self.starts) - 1 in self.fail:
             raise EngineStartError("the engine did not start: the weights are upside down")
-        transport = ScriptedTransport(WORDS)
+        transport = ScriptedTransport(self.words)
         if self.forget_to_answer:
             transport._is_running = False
         self.transports.append(transport)

@@ -132,10 +132,12 @@ async def call(
         answer.is_whole = not message.get("more_body", False)
 
     more = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+    path, _, query = path.partition("?")
     scope = {
         **_SCOPE,
         "method": method,
         "path": path,
+        "query_string": query.encode(),
         "raw_path": path.encode(),
         "headers": [*_SCOPE["headers"], *more],
     }

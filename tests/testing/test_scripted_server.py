@@ -307,7 +307,7 @@ def test_a_client_that_leaves_before_the_engine_has_heard_of_it(
 ) -> None:
     """Its prompt is being read; to leave is an abort all the same."""
 
-    async def read_for_ever(self: object, prompt: object, max_model_len: int) -> list[int]:
+    async def read_for_ever(self: object, *asked: object) -> list[int]:
         await trio.sleep_forever()
         raise AssertionError
 

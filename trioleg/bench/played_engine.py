@@ -14,8 +14,9 @@ import trio
 
 from ..errors import TriolegError
 from ..ipc.codec import decode_abort, decode_request, decode_utility, encode
-from ..ipc.handshake import EngineSockets, join_head
+from ..ipc.joining import EngineSockets, join_head
 from ..messages import (
+    WIRE_VERSION,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequestType,
@@ -106,4 +107,10 @@ async def open_played_engine(handshake_address: str) -> AsyncIterator[PlayedEngi
 
 async def _load() -> EngineReadyResponse:
     await trio.lowlevel.checkpoint()
-    return EngineReadyResponse(max_model_len=_MAX_MODEL_LEN, num_gpu_blocks=_MAX_MODEL_LEN)
+    return EngineReadyResponse(
+        max_model_len=_MAX_MODEL_LEN,
+        num_gpu_blocks=_MAX_MODEL_LEN,
+        supports_lora=False,
+        vllm_version=WIRE_VERSION,
+        validates_requests=True,
+    )

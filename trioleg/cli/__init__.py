@@ -1,8 +1,9 @@
-"""The command line: ``trioleg serve``, ``engine``, ``chat``, ``batch``, ``trace``, ``pull``, ``models``, ``bench``.
+"""The command line: ``trioleg serve``, ``engine``, ``keys``, ``chat``, ``batch``, ``trace``, ``pull``, ``models``,
+``bench``. And ``trioleg-frontend``, which vLLM starts (``frontend.py``).
 
-A module for each command. Rules of this folder: at the top only what is light. A command imports what it runs on when
-it runs, so that ``--help`` answers at once and no command loads another's weight. stdout is for what a command was
-asked for, stderr for all else; an error of ours is one line there and exit code 1.
+A module for each command. Rules of this folder: at the top only what is light. A command imports what it runs on
+when it runs, so that ``--help`` answers at once and no command loads another's weight. stdout is for what a command
+was asked for, stderr for all else; an error of ours is one line there and exit code 1.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import click
 
 from ..errors import TriolegError
-from . import batch, bench, chat, engine, models, serve, trace  # noqa: F401 - each adds its commands
+from . import batch, bench, chat, engine, keys, models, serve, trace  # noqa: F401 - each adds its commands
 from .group import commands
 
 __all__ = ["commands", "main"]

@@ -36,13 +36,13 @@ def pull(name: str) -> None:
     click.echo(f"{name} is in {directory}", err=True)
 
 
-def make_ready(model: str, *, weights: bool = True) -> Path:
-    """The model's directory, pulled if it is missing. With ``weights``, which our engine is to compute, it
+def make_ready(model: str, *, weights: bool = True, ours: bool = True) -> Path:
+    """The model's directory, pulled if it is missing. With ``weights`` that our own engine is to compute, it
     is one that it can: that takes no torch to see, and loading torch takes seconds."""
     if model_store.is_missing(model, weights=weights):
         _pull(model)
     directory = model_store.resolve(model, weights=weights)
-    if weights:
+    if weights and ours:
         from ..engine.model_config import read_model_config
 
         read_model_config(directory)

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import model_store
-from ..config import DETOKENIZERS, EngineConfig, LLMConfig, ServerConfig
+from ..config import DETOKENIZERS, LLMConfig, ServerConfig
 from ..errors import InvalidRequestError
+from ..lora import LoRAModulePath
 from ..timeouts import Timeouts
+from .engine_choice import check_engine_choice, engine_config, vllm_config
 from .group import commands
+from .lora_modules import LoRAModulesCommand, lora_modules_option
 from .models import make_ready
 from .options import engine_options, log_to_stderr
 
@@ -26,8 +29,9 @@ _SERVER = ServerConfig()
 _LLM = LLMConfig()
 
 
-@commands.command(short_help="Serve a model over HTTP.")
+@commands.command(short_help="Serve a model over HTTP.", cls=LoRAModulesCommand)
 @click.argument("model", default=model_store.DEFAULT_MODEL)
+@click.argument("vllm_flags", nargs=-1, metavar="[-- VLLM_FLAGS]...", type=click.UNPROCESSED)
 @click.option("--host", default=_SERVER.host, show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
@@ -46,9 +50,34 @@ _LLM = LLMConfig()
 @click.option("--served-model-name", metavar="NAME", help="The model's name in the API.")
 @engine_options
 @click.option(
+    "--engine",
+    "engine_kind",
+    type=click.Choice(("torch", "vllm")),
+    default="torch",
+    show_default=True,
+    help="Whose engine is started: our own, or a stock one of vLLM's, with the flags behind `--`.",
+)
+@click.option(
+    "--vllm-python",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    help="An interpreter whose environment has vLLM, if this one has not, nor the PATH a `vllm`.",
+)
+@click.option(
     "--attach",
     metavar="ADDRESS",
     help="Wait at tcp://127.0.0.1:PORT (or ipc://PATH) for an engine that somebody else starts.",
+)
+@click.option(
+    "--curve-keys",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="With --attach: let only our engines in that have a key of those that `trioleg keys` made.",
+)
+@click.option(
+    "--allow-unauthenticated",
+    is_flag=True,
+    help="With --attach: the address may be one that other machines reach, without any keys.",
 )
 @click.option(
     "--stream-interval",
@@ -132,6 +161,13 @@ _LLM = LLMConfig()
     show_default=True,
     help="End the server when the engine dies once more than that in a row.",
 )
+@lora_modules_option
+@click.option(
+    "--enable-engine-controls",
+    is_flag=True,
+    help="Serve /sleep, /wake_up, /pause, /reset_prefix_cache, /v1/load_lora_adapter …, as vLLM does, to whoever "
+    "reaches the port.",
+)
 @click.option(
     "--log-level",
     type=click.Choice(("debug", "info", "warning", "error")),
@@ -144,10 +180,13 @@ def serve(
     context: click.Context,
     /,
     model: str,
+    vllm_flags: tuple[str, ...],
     host: str,
     port: int,
     config_file: Path | None,
     served_model_name: str | None,
+    engine_kind: str,
+    vllm_python: Path | None,
     attach: str | None,
     stream_interval: int,
     detokenizer: str,
@@ -159,8 +198,12 @@ def serve(
     write_timeout: float,
     max_inflight_requests: int,
     max_queued_prompt_tokens: int,
+    curve_keys: Path | None,
+    allow_unauthenticated: bool,
     restart_engine: bool,
     max_engine_restarts: int,
+    lora_modules: tuple[LoRAModulePath, ...],
+    enable_engine_controls: bool,
     log_level: str,
     **engine: Any,
 ) -> None:
@@ -174,17 +217,22 @@ def serve(
     \b
     Example:
       trioleg serve smollm2-135m --port 9000
-    With an engine of vLLM's, started on its own:
+    With an engine of vLLM's, which this command starts and ends:
+      trioleg serve ./model --engine vllm -- --tensor-parallel-size 2
+    With one that is started on its own:
       trioleg serve ./model --attach tcp://127.0.0.1:29550
       vllm serve ./model --headless --data-parallel-address 127.0.0.1 \\
           --data-parallel-rpc-port 29550
     """
-    if attach is not None:
-        _refuse_engine_options(context, engine)
+    check_engine_choice(context, engine)
+    vllm = None
+    if engine_kind == "vllm":
+        vllm = vllm_config(context, engine, vllm_python, vllm_flags)
     hypercorn = _hypercorn_settings(context, config_file)
     hear = _leave_at_signals()
     llm_config = LLMConfig(
-        engine=EngineConfig(**engine),
+        engine=engine_config(engine, vllm),
+        vllm=vllm,
         stream_interval=stream_interval,
         detokenizer=detokenizer,
         timeouts=Timeouts(first_token=first_token_timeout, total=total_timeout),
@@ -193,6 +241,9 @@ def serve(
         max_queued_prompt_tokens=max_queued_prompt_tokens,
         restart_engine=restart_engine,
         max_engine_restarts=max_engine_restarts,
+        curve_keys=curve_keys,
+        allow_unauthenticated=allow_unauthenticated,
+        lora_modules=lora_modules,
     )
     server_config = ServerConfig(
         host=host,
@@ -201,8 +252,9 @@ def serve(
         sse_keep_alive_interval=sse_keep_alive,
         drain_timeout=drain_timeout,
         write_timeout=write_timeout,
+        enable_engine_controls=enable_engine_controls,
     )
-    make_ready(model, weights=attach is None)
+    make_ready(model, weights=attach is None, ours=vllm is None)
 
     log_to_stderr(log_level)
 
@@ -258,18 +310,3 @@ def _hypercorn_settings(context: click.Context, file: Path | None) -> HypercornS
                 f"--{name} and the bind of {file} both say where to listen; allowed: one of them"
             )
     return settings
-
-
-# What the front end must know of an engine that somebody else starts, to refuse what it would not take.
-_ALSO_OF_THE_FRONT_END = ("max_logprobs", "scheduling_policy")
-
-
-def _refuse_engine_options(context: click.Context, engine: dict[str, Any]) -> None:
-    for name in engine:
-        if name in _ALSO_OF_THE_FRONT_END:
-            continue
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            option = f"--{name.replace('_', '-')}"
-            raise click.UsageError(
-                f"{option} is for an engine that we start; with --attach give it to the engine itself"
-            )

@@ -18,6 +18,7 @@ from typing import Any, Self
 from ..config import EngineConfig
 from ..errors import InvalidRequestError
 from ..messages import (
+    WIRE_VERSION,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -47,9 +48,6 @@ from .weights import load_weights
 __all__ = ["EngineCore"]
 
 logger = logging.getLogger(__name__)
-
-# The ready response names a version so that a head knows the wire's positions: this is the wire we speak.
-_WIRE_VERSION = "0.32.0"
 
 # How long a step waits for a grammar when there is nothing else to do: what comes in meanwhile waits as well.
 _COMPILE_WAIT_S = 0.005
@@ -103,7 +101,9 @@ class EngineCore:
             num_gpu_blocks=num_blocks,
             block_size=pool.block_size,
             dtype=str(model.dtype).removeprefix("torch."),
-            vllm_version=_WIRE_VERSION,
+            vllm_version=WIRE_VERSION,
+            validates_requests=True,
+            supports_lora=False,
             data_parallel_rank=engine_index,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

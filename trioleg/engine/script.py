@@ -40,14 +40,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the engine plays for every request alike. Durations are seconds.
 
-    ``token_ids`` are given ``tokens_per_step`` at a time, again and again, until a request's own end
-    (max_tokens, stop ids, the context). ``steps`` are the exact ids of each step; behind the last
-    one the request ends with ``finish``:
-    "stop" makes the last token a stop token, whose text is hidden; "length" does not. ``first_token_delay_s`` runs from a request's admission;
-    ``prefill_chunks`` are steps without tokens before its first. ``step_interval_s`` is between two
-    steps, 0: as fast as it can; ``delays_s`` are for a request's own steps, by how many it has had: {3: 2.0} is a
-    silence of 2 s, or more, behind the third. ``num_gpu_blocks`` None is enough for ``max_num_seqs`` requests of
-    full length. ``load_s`` is how long the start takes, and ``load_error`` the error that ends it.
+    ``token_ids`` are given ``tokens_per_step`` at a time, again and again, until a request's own end (max_tokens,
+    stop ids, the context). ``steps`` are the exact ids of each step; behind the last one the request ends with
+    ``finish``: "stop" makes the last token a stop token, whose text is hidden; "length" does not.
+    ``first_token_delay_s`` runs from a request's admission; ``prefill_chunks`` are steps without tokens before its
+    first. ``step_interval_s`` is between two steps, 0: as fast as it can; ``delays_s`` are for a request's own
+    steps, by how many it has had: {3: 2.0} is a silence of 2 s, or more, behind the third. ``num_gpu_blocks`` None
+    is enough for ``max_num_seqs`` requests of full length. ``load_s`` is how long the start takes, and
+    ``load_error`` the error that ends it.
 
     Logprobs are made up, as ``scripted_logprobs.py`` says: the token of rank r has −r, a token's own
     rank is 1 + its id modulo 3, the others' ids are the next ones below it, then those above it. A
@@ -56,6 +56,9 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``pooling`` is the vector that answers every request with pooling_params (those of task "embed",
     the first ``dimensions`` of it); without it these are refused. ``takes_constraints``: requests for structured
     outputs are served, too; that the tokens fit is then up to whoever writes the script.
+
+    ``loras`` are LoRA adapters by their paths: the ``token_ids`` of requests that use them; one without any has too
+    high a rank. Without ``loras`` the engine has no LoRA. It keeps the ``max_loras`` that were used last.
     """
 
     token_ids: list[int] = []
@@ -76,6 +79,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     odd_logprobs: dict[int, Literal["nan", "-inf", "inf"]] = {}
     pooling: list[float] = []
     takes_constraints: bool = False
+    loras: dict[str, list[int]] = {}
+    max_loras: int = 1
 
     def __post_init__(self) -> None:
         if bool(self.token_ids) == bool(self.steps):
@@ -111,6 +116,7 @@ _LEAST = {
     "block_size": 1,
     "num_gpu_blocks": 1,
     "load_s": 0.0,
+    "max_loras": 1,
 }
 
 

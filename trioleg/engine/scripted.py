@@ -1,13 +1,14 @@
 """The scripted engine: a ``Core`` that plays a script instead of running a model.
 
-Rules of this file: pure and without torch; the clock and what a fault does can be handed in, so the
-same core runs in an engine process and inside a test. For tests and benchmarks: it looks
-like a real engine from outside (queueing, prefill, blocks, statistics, endings), and its tokens are
-the script's (``script.py`` says what that may hold). It refuses what would need a model.
+Rules of this file: pure and without torch; the clock and what a fault does can be handed in, so the same core runs
+in an engine process and inside a test. For tests and benchmarks: it looks like a real engine from outside
+(queueing, prefill, blocks, statistics, endings), and its tokens are the script's (``script.py`` says what that may
+hold). It refuses what would need a model.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import signal
@@ -17,8 +18,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from ..errors import InvalidRequestError
 from ..messages import (
+    WIRE_VERSION,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -27,6 +31,8 @@ from ..messages import (
     SchedulerStats,
 )
 from .script import Fault, FaultKind, Script, load_script
+from .scripted_loras import ScriptedLoras
+from .scripted_pause import ScriptedPause
 from .scripted_request import ScriptedRequest, accept_request
 
 __all__ = [
@@ -39,15 +45,8 @@ __all__ = [
     "start_scripted_core",
 ]
 
-# The wire's layout that ``messages`` writes: a head reads positions by this version.
-_WIRE_VERSION = "0.32.0"
 # Faults that strike in the request's own step.
 _OF_ONE_REQUEST = ("bad_token_id", "error")
-_UTILITIES = {
-    "reset_prefix_cache": True,
-    "reset_mm_cache": None,
-    "is_sleeping": False,
-}
 
 
 def end_process(how: FaultKind) -> None:
@@ -72,8 +71,8 @@ def start_scripted_core(script: Script) -> ScriptedCore:
 class ScriptedCore:
     """Plays ``script``. See ``Core`` for the methods.
 
-    ``clock`` gives seconds; ``on_fault`` gets every fault but those of one request ("bad_token_id", "error"), in the
-    middle of a step, whose outputs are lost if it does not return.
+    ``clock`` gives seconds; ``on_fault`` gets every fault but those of one request ("bad_token_id", "error"), in
+    the middle of a step, whose outputs are lost if it does not return.
 
     A subclass may give each request a script of its own (``script_for``) and hold requests back
     (``is_due``). What these scripts say of the engine as a whole does not count; their faults strike
@@ -90,7 +89,16 @@ class ScriptedCore:
         self.ready = _ready_response(script)
         self._script = script
         tasks = ["generate", "embed"] if script.pooling else ["generate"]
-        self._utilities = {"get_supported_tasks": tasks, **_UTILITIES}
+        self._loras = ScriptedLoras(script)
+        self._pause = ScriptedPause(self.finish_all)
+        self._utilities: dict[str, Callable[..., Any]] = {
+            "get_supported_tasks": lambda: tasks,
+            # There is no cache, so it is always empty.
+            "reset_prefix_cache": lambda _running=False, _connector=False: True,
+            "reset_mm_cache": lambda: None,
+            **self._pause.utilities,
+            **self._loras.utilities,
+        }
         self._clock = clock
         self._on_fault = on_fault
         self._waiting: deque[ScriptedRequest] = deque()
@@ -114,10 +122,22 @@ class ScriptedCore:
                 parameter="request_id",
             )
         number, script = next(self._arrivals), self.script_for(request)
+        token_ids = self._adapted(request)
+        if token_ids is not None:
+            script = msgspec.structs.replace(script, token_ids=token_ids, steps=[])
         accepted = accept_request(request, script, number=number, now=self._clock())
-        if script is not self._script:
+        if script is not self._script and request.lora_request is None:
             accepted.faults = sorted(script.faults, key=lambda fault: fault.after_steps)
         self._waiting.append(accepted)
+
+    def _adapted(self, request: EngineCoreRequest) -> list[int] | None:
+        """What its adapter makes of the request. As with vLLM, one that cannot be read is the engine's end."""
+        try:
+            return self._loras.token_ids_for(request.lora_request)
+        except InvalidRequestError:
+            if self.ready.supports_lora:
+                self._on_fault("raise")
+            raise
 
     def script_for(self, request: EngineCoreRequest) -> Script:  # noqa: ARG002 - a subclass looks
         """What ``request`` is answered with. May raise ``InvalidRequestError``, which refuses it."""
@@ -167,6 +187,8 @@ class ScriptedCore:
 
     def _admit(self) -> None:
         """First come, first served: the first that does not fit holds up those behind it."""
+        if self._pause.is_on:
+            return
         now = self._clock()
         while self._waiting and len(self._running) < self._script.max_num_seqs:
             if self._waiting[0].blocks > self._free_blocks:
@@ -181,7 +203,7 @@ class ScriptedCore:
         if self._reports or self._stats_are_due:
             return 0.0
         self._admit()
-        if not self._running:
+        if not self._running or self._pause.is_on:
             return None
         due = max(self._next_step_at, min(live.ready_at for live in self._running.values()))
         return max(0.0, due - self._clock())
@@ -192,7 +214,7 @@ class ScriptedCore:
             _outputs_of(by_client, client_index).outputs.append(output)
         self._reports = []
         self._admit()
-        if self._clock() >= self._next_step_at:
+        if self._clock() >= self._next_step_at and not self._pause.is_on:
             self._run_batch(by_client)
         self._stats_are_due = False
         # Once a step, to one client: the first that has outputs, else client 0.
@@ -255,12 +277,14 @@ class ScriptedCore:
                 f"there is no such utility; allowed: {', '.join(self._utilities)}",
                 parameter="method",
             )
-        if any(args):
+        function = self._utilities[method]
+        try:
+            inspect.signature(function).bind(*args)
+        except TypeError as error:
             raise InvalidRequestError(
-                f"args is {list(args)}; allowed: none that ask for more than the call",
-                parameter="args",
-            )
-        return self._utilities[method]
+                f"args is {list(args)}, which {method} does not take: {error}", parameter="args"
+            ) from None
+        return function(*args)
 
     def close(self) -> None:
         self._waiting.clear()
@@ -274,10 +298,13 @@ def _ready_response(script: Script) -> EngineReadyResponse:
         num_gpu_blocks=script.blocks,
         block_size=script.block_size,
         effective_attention_block_size=script.block_size,
-        vllm_version=_WIRE_VERSION,
+        vllm_version=WIRE_VERSION,
+        validates_requests=True,
         max_num_seqs=script.max_num_seqs,
         max_num_batched_tokens=script.max_num_seqs * script.tokens_per_step,
         instance_id="scripted",
+        supports_lora=bool(script.loras),
+        max_loras=script.max_loras if script.loras else 0,
         kv_cache_size_tokens=tokens,
         kv_cache_max_concurrency=tokens / script.max_model_len,
     )

@@ -43,7 +43,6 @@ class Limits:
 _NEUTRAL_REQUEST_FIELDS: dict[str, tuple[Any, ...]] = {
     "mm_features": (None, []),
     "pooling_params": (None,),
-    "lora_request": (None,),
     "prompt_embeds": (None,),
 }
 _NEUTRAL_PARAMETERS: dict[str, tuple[Any, ...]] = {
@@ -75,6 +74,9 @@ def check_request(request: EngineCoreRequest, limits: Limits) -> None:
     """Raises ``InvalidRequestError``, naming parameter, value and what is allowed."""
     for name, neutral in _NEUTRAL_REQUEST_FIELDS.items():
         _check_neutral(name, getattr(request, name), neutral)
+    if request.lora_request is not None:
+        allowed = "None only: this engine has no LoRA adapters (one of vLLM's has them, with --enable-lora)"
+        raise _refusal("lora_request", request.lora_request, allowed)
     if request.client_index < 0:
         raise _refusal("client_index", request.client_index, "an integer of at least 0")
     if request.priority and not limits.takes_priority:

@@ -6,6 +6,8 @@ made, and there is one output, at the end.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
 
 from ..errors import OutputError
@@ -49,11 +51,16 @@ class PoolingState:
         if output.pooling_output is None:
             raise OutputError("the engine finished a pooling request without a pooling_output")
         shape, data = read_array(output.pooling_output, frames, "pooling_output")
+        numbers = [float(one) for one in data]
+        # As float32, which they are sent as.
+        if not all(map(math.isfinite, array("f", numbers))):
+            # JSON has no such numbers, and a distance to such a vector is none.
+            raise OutputError("the engine's pooling_output holds a NaN or an infinity")
         prefill = output.prefill_stats
         return PoolingRequestOutput(
             self.request_id,
             self.prompt_token_ids,
-            PoolingOutput([float(one) for one in data], shape),
+            PoolingOutput(numbers, shape),
             num_cached_tokens=None if prefill is None else prefill.num_cached_tokens,
             metrics=self.times.metrics(0, now),
         )

@@ -17,7 +17,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..errors import OutputError
-from ..messages import ENGINE_SHUTTING_DOWN, EngineCoreOutput, FinishReason, read_refusal
+from ..messages import (
+    ENGINE_SHUTTING_DOWN,
+    EngineCoreOutput,
+    FinishReason,
+    RequestError,
+    read_refusal,
+)
 from ..outputs import Ending, EndingKind, PoolingRequestOutput, RequestMetrics, RequestOutput
 from ..sampling_params import SamplingParams
 from .arrays import Frames
@@ -165,7 +171,7 @@ class OutputProcessor:
         if finish is not None:
             del self._choices[output.request_id]
             if finish is FinishReason.ERROR:
-                return _engine_error(output.stop_reason, choice.request.params)
+                return _engine_error(output, choice.request.params)
         _note_times(choice, output, step)
         stop = choice.update(output, step.frames)
         if finish is FinishReason.ABORT:
@@ -210,7 +216,7 @@ class OutputProcessor:
             return None
         del self._choices[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
-            return _engine_error(output.stop_reason)
+            return _engine_error(output)
         if output.finish_reason is FinishReason.ABORT:
             return _engine_abort(output.stop_reason)
         _hand_on(state, state.make_request_output(output, step.frames, step.now), step)
@@ -230,8 +236,13 @@ def _engine_abort(reason: int | str | None) -> Ending:
     return Ending(EndingKind.ABORTED, "the engine aborted the request")
 
 
-def _engine_error(reason: int | str | None, params: SamplingParams | None = None) -> Ending:
-    refusal = read_refusal(reason)
+_NO_REASON = "the engine reports an error for this request"
+
+
+def _engine_error(output: EngineCoreOutput, params: SamplingParams | None = None) -> Ending:
+    if output.error is not None and output.error.code == RequestError.VALIDATION_ERROR:
+        return Ending(EndingKind.REFUSED, output.error.message or _NO_REASON)
+    refusal = read_refusal(output.stop_reason)
     if refusal is not None:
         parameter, sentence = refusal
         constraint = None if params is None else params.structured_outputs
@@ -239,8 +250,8 @@ def _engine_error(reason: int | str | None, params: SamplingParams | None = None
             # Its caller may know it by another name, which the engine has never heard.
             parameter = constraint.parameter
         return Ending(EndingKind.REFUSED, sentence, parameter=parameter)
-    cause = str(reason or "the engine reports an error for this request")
-    return Ending(EndingKind.OUTPUT_ERROR, cause)
+    said = None if output.error is None else output.error.message
+    return Ending(EndingKind.OUTPUT_ERROR, said or str(output.stop_reason or _NO_REASON))
 
 
 def _hand_on(request: RequestState | PoolingState, made: _Output | None, step: _Step) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidRequestError
+from ..lora import LoRARequest
 from ..messages import EngineCoreRequest, EnginePoolingParams, EngineSamplingParams
 from ..param_checks import check_token_ids
 from ..sampling_params import PoolingParams, SamplingParams
@@ -67,12 +68,13 @@ def make_submission(
     arrival: float | None = None,
     priority: int = 0,
     cache_salt: str | None = None,
+    lora_request: LoRARequest | None = None,
     scheduling_policy: str = "fcfs",
 ) -> Submission:
     """A request for tokens. ``prompt_token_ids`` are checked already (``trioleg/prompts.py``).
 
     ``max_model_len``, ``max_logprobs`` (-1: no bound) and ``scheduling_policy`` are the engine's.
-    ``arrival``: when the request came, by the monotonic clock. ``priority``, ``cache_salt``: see
+    ``arrival``: when the request came, by the monotonic clock. ``priority``, ``cache_salt``, ``lora_request``: see
     ``LLM.open_stream``. The others: see ``RequestState``. Raises ``InvalidRequestError``.
     """
     _check_priority(priority, scheduling_policy)
@@ -107,6 +109,7 @@ def make_submission(
             ),
             priority=priority,
             cache_salt=cache_salt,
+            lora_request=lora_request,
         )
         for choice in state.choices
     ]
@@ -121,8 +124,14 @@ def make_pooling_submission(
     max_model_len: int | None = None,
     sink: OutputSink | None = None,
     arrival: float | None = None,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    scheduling_policy: str = "fcfs",
 ) -> Submission:
-    """A request to a pooling model. Raises ``InvalidRequestError`` if the prompt is longer than ``max_model_len``."""
+    """A request to a pooling model; see ``make_submission``. Raises ``InvalidRequestError``, also if the prompt is
+    longer than ``max_model_len``."""
+    _check_priority(priority, scheduling_policy)
+    _check_cache_salt(cache_salt)
     if max_model_len is not None and len(prompt_token_ids) > max_model_len:
         raise InvalidRequestError(
             f"the prompt has {len(prompt_token_ids)} tokens; allowed: at most {max_model_len}",
@@ -130,7 +139,11 @@ def make_pooling_submission(
         )
     state = PoolingState(request_id, prompt_token_ids, sink, arrival=arrival)
     request = _engine_request(
-        request_id, state.prompt_token_ids, pooling_params=params.for_engine()
+        request_id,
+        state.prompt_token_ids,
+        pooling_params=params.for_engine(),
+        priority=priority,
+        cache_salt=cache_salt,
     )
     return Submission(state, [request])
 
@@ -143,6 +156,7 @@ def _engine_request(
     pooling_params: EnginePoolingParams | None = None,
     priority: int = 0,
     cache_salt: str | None = None,
+    lora_request: LoRARequest | None = None,
 ) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=request_id,
@@ -151,7 +165,7 @@ def _engine_request(
         sampling_params=sampling_params,
         pooling_params=pooling_params,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=lora_request,
         cache_salt=cache_salt,
         data_parallel_rank=None,
         priority=priority,

@@ -5,9 +5,9 @@ it has cost anything: when too many are in flight, when too many tokens of promp
 than its own deadline. What was admitted gives its slot back when it ends, however it ends.
 
 The wait is a guess from what the engine says of itself and from what has been seen of it. Only when requests wait
-in the engine for others to end is there a wait at all. Then a place in its batch becomes free every T / R seconds: R
-requests are running, and T is how long one stays, the mean of those that have ended lately, or, if it is more, the
-mean age of those that run. (Little's law; prompts of very different lengths make it rough.)
+in the engine for others to end is there a wait at all. Then a place in its batch becomes free every T / R seconds:
+R requests are running, and T is how long one stays, the mean of those that have ended lately, or, if it is more,
+the mean age of those that run. (Little's law; prompts of very different lengths make it rough.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -35,12 +35,23 @@ _RETRY_AFTER_S = 1.0
 
 
 class Slot:
-    """One request's place, for ``num_choices`` of them. All methods are synchronous and idempotent."""
+    """One request's place, for ``num_choices`` of them. All methods are synchronous and idempotent.
 
-    def __init__(self, admission: Admission, num_choices: int, num_tokens: int) -> None:
+    ``is_one_of_many``: it was admitted with others, and is not turned away without them.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        num_choices: int,
+        num_tokens: int,
+        *,
+        is_one_of_many: bool = False,
+    ) -> None:
         self._admission = admission
         self._num_choices = num_choices
         self._num_tokens = num_tokens * num_choices
+        self._is_one_of_many = is_one_of_many
         self._is_queued = self._is_held = True
         self._started_at: float | None = None
         admission.num_inflight += num_choices
@@ -52,7 +63,8 @@ class Slot:
         self._admission.num_queued_tokens -= self._num_tokens
         self._num_tokens = 0
         num_tokens *= self._num_choices
-        self._admission.check_tokens(num_tokens)
+        if not self._is_one_of_many:
+            self._admission.check_tokens(num_tokens)
         self._num_tokens = num_tokens
         self._admission.num_queued_tokens += num_tokens
 
@@ -79,9 +91,9 @@ class Slot:
 
 
 class Admission:
-    """``num_inflight``: choices of requests that have begun and not ended; ``num_queued``: of those, without a first
-    token; ``num_queued_tokens``: of their prompts, a guess until they are tokenized. ``refused``: requests turned
-    away, by the error's code.
+    """``num_inflight``: choices of requests that have begun and not ended; ``num_queued``: of those, without a
+    first token; ``num_queued_tokens``: of their prompts, a guess until they are tokenized. ``refused``: requests
+    turned away, by the error's code.
 
     ``engine_load``: how many requests run and wait in the engine, by its own last word.
     """
@@ -126,15 +138,33 @@ class Admission:
 
         Raises ``InvalidRequestError`` for what will never have room, and ``OverloadedError``.
         """
-        if num_choices > self._max_inflight:
-            raise InvalidRequestError(
-                f"n is {num_choices}; allowed: 1 to {self._max_inflight}, which is max_inflight_requests",
-                parameter="n",
-            )
-        self._check_inflight(num_choices)
+        self._check("n is", "n", num_choices, timeouts, arrived_at)
         self.check_tokens(1)
-        self._check_deadline(timeouts, arrived_at)
         return Slot(self, num_choices, num_tokens)
+
+    def admit_all(
+        self,
+        nums_tokens: Sequence[int],
+        parameter: str,
+        timeouts: Timeouts,
+        arrived_at: float,
+    ) -> list[Slot]:
+        """Places for prompts of one call, called ``parameter``, or for none of them: see ``admit``. Here the
+        guesses count together, since they are all that is known before any of the prompts has cost something."""
+        self._check(f"{parameter} has", parameter, len(nums_tokens), timeouts, arrived_at)
+        self.check_tokens(max(1, sum(nums_tokens)))
+        return [Slot(self, 1, one, is_one_of_many=True) for one in nums_tokens]
+
+    def _check(
+        self, what: str, parameter: str, num: int, timeouts: Timeouts, arrived_at: float
+    ) -> None:
+        if num > self._max_inflight:
+            raise InvalidRequestError(
+                f"{what} {num}; allowed: 1 to {self._max_inflight}, which is max_inflight_requests",
+                parameter=parameter,
+            )
+        self._check_inflight(num)
+        self._check_deadline(timeouts, arrived_at)
 
     def check_tokens(self, num_tokens: int) -> None:
         """Raises ``OverloadedError`` if so many do not fit. Alone, any prompt fits that the model takes."""

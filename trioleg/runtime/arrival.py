@@ -5,19 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
+from ..lora import LoRARequest
 from ..timeouts import Timeouts
 
-__all__ = ["Arrival", "RequestOptions"]
+__all__ = ["Arrival", "PoolingOptions", "RequestOptions"]
 
 
-class RequestOptions(TypedDict, total=False):
-    """What a request may carry beside its prompt and its parameters: see ``LLM.open_stream``."""
+class PoolingOptions(TypedDict, total=False):
+    """What a request to a pooling model may carry beside its prompt and its parameters: see ``LLM.open_stream``."""
 
     priority: int
     cache_salt: str | None
     timeouts: Timeouts | None
     arrived_at: float | None
     external_req_id: str | None
+
+
+class RequestOptions(PoolingOptions, total=False):
+    """What any other may carry."""
+
+    lora_request: LoRARequest | None
 
 
 @dataclass(frozen=True, slots=True)

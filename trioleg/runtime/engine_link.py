@@ -24,8 +24,10 @@ import trio
 
 from ..config import LLMConfig
 from ..errors import EngineDeadError, EngineUnavailableError, WireError
-from ..ipc.codec import decode_outputs, is_engine_dead
+from ..ipc.codec import is_engine_dead, make_output_decoder
 from ..ipc.transport import Transport
+from ..ipc.versions import lora_array
+from ..lora import LoRARequest
 from ..messages import (
     EngineCoreOutputs,
     EngineReadyResponse,
@@ -52,6 +54,9 @@ _log = logging.getLogger("trioleg.engine_link")
 # nothing has to come for there to be no more.
 _LAST_WORDS = 0.2
 _NOTHING_MORE = 0.05
+
+# Of what an engine says of a call that failed: it goes to whoever asked.
+_WORDS_SHOWN = 2000
 
 # When to ask again for an engine that does not answer.
 _RETRY_AFTER_S = 1.0
@@ -126,6 +131,7 @@ class EngineLink(EngineUtilities):
         self._observers = observers
         self._unread = unread
         self._transport = transport
+        self._decode = make_output_decoder(ready.vllm_version)
         self._watch = watch or EngineWatch()
         self._clock = clock
         self._own_prefix = own_prefix
@@ -161,6 +167,9 @@ class EngineLink(EngineUtilities):
         """
         self._refuse_if_gone()
         self._note_work()
+        for request in stream.submission.engine_requests:
+            if request.lora_request is not None:
+                request.lora_request = self._lora_array(request.lora_request)
         self._processor.add_request(stream.submission.state)
         self._streams[stream.request_id] = stream
         if not self._outbox.add(stream):
@@ -189,8 +198,7 @@ class EngineLink(EngineUtilities):
 
         Raises ``WireError`` with the engine's message if it refuses, ``EngineDeadError`` if it dies, and
         ``EngineUnavailableError`` if it goes out of contact, whether it did what it was asked or not, and
-        ``trio.ClosedResourceError`` when the LLM's block is left.
-        Cancel-safe: a late answer is dropped.
+        ``trio.ClosedResourceError`` when the LLM's block is left. Cancel-safe: a late answer is dropped.
         """
         self._refuse_if_gone()
         self._note_work()
@@ -211,8 +219,27 @@ class EngineLink(EngineUtilities):
             cause = f"engine {self.rank} is out of contact: {method} {done}"
             raise EngineUnavailableError(cause, retry_after=_RETRY_AFTER_S)
         if call.answer.failure_message is not None:
-            raise WireError(f"engine {self.rank}: {method}: {call.answer.failure_message}")
-        return None if call.answer.result is None else call.answer.result[1]
+            words = call.answer.failure_message[:_WORDS_SHOWN]
+            raise WireError(f"engine {self.rank}: {method}: {words}")
+        match call.answer.result:
+            case None:
+                return None
+            case [_type_info, value]:
+                return value
+        raise WireError(
+            f"engine {self.rank}: {method}: the answer is {call.answer.result!r:.60}; allowed: a pair or nil"
+        )
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        return await self._call(bool, "add_lora", self._lora_array(lora_request))
+
+    def _lora_array(self, lora_request: LoRARequest) -> list[Any]:
+        return lora_array(lora_request, self.ready.vllm_version)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """As ``call_utility``, for an answer that nobody waits for. Synchronous, raises nothing."""
+        if self.cause_of_death is None:
+            self._outbox.call(method, args)
 
     def end_all(self, ending: Ending) -> None:
         """End every live stream of this engine."""
@@ -261,7 +288,7 @@ class EngineLink(EngineUtilities):
         self._last_message = trio.current_time()
         self._heard.set()
         try:
-            message = decode_outputs(frames)
+            message = self._decode(frames)
         except WireError as error:
             # Whose tokens were in it cannot be known, so no stream of this engine is whole any more.
             _log.error("engine %d: %s", self.rank, one_line(str(error)))
@@ -452,12 +479,14 @@ class EngineLink(EngineUtilities):
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many requests run in the engine and wait for one of them to end, by its last word; of a dead one none.
-        Those that only wait for their turn in a step are not among them."""
+        """How many requests run in the engine and wait for one of them to end, by its last word; of a dead one
+        none. Those that only wait for their turn in a step are not among them."""
         stats = self._scheduler_stats
         if self.cause_of_death is not None:
             return 0, 0
-        has_seats = stats.num_running_reqs < self.ready.max_num_seqs
+        # An engine that does not say how many it has is taken to have enough: else whoever waits for a turn counts.
+        seats = self.ready.max_num_seqs or math.inf
+        has_seats = stats.num_running_reqs < seats
         has_room = has_seats and stats.kv_cache_usage < _FULL
         return stats.num_running_reqs, 0 if has_room else stats.num_waiting_reqs
 

@@ -7,8 +7,9 @@ on the way out, so that the last ABORTs are delivered while the engine still lis
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,19 @@ from typing import TypeAlias
 import trio
 
 from ..config import LLMConfig
-from ..errors import EngineStartError, InvalidRequestError
+from ..errors import EngineStartError
+from ..ipc.curve import read_front_end_keys
+from ..ipc.doorkeeper import Doorkeeper
 from ..ipc.handshake import AcceptedEngine, EngineListener, listen_for_engine
 from ..ipc.launch import EngineProcess, open_engine_process, private_ipc_dir
-from ..ipc.transport import Transport, is_local
+from ..ipc.transport import Transport
 from ..messages import EngineReadyResponse
+from .attach_address import EXPOSED, is_private, refuse_exposed
 from .engine_watch import EngineWatch, ProcessWatch
+from .unwrap import unwrapped
+from .vllm_command import find_vllm, join_command, vllm_arguments
 
-__all__ = ["Engine", "OpenEngine", "listen_for_engines", "start_engine"]
+__all__ = ["Engine", "OpenEngine", "listen_for_engines", "start_engine", "start_vllm_engine"]
 
 _log = logging.getLogger("trioleg.engine")
 
@@ -57,28 +63,51 @@ async def start_engine(
                 argv += [str(directory), *config.engine.arguments()]
             else:
                 argv += ["--script", str(script)]
-            output = _EngineOutput()
             _log.info("starting the engine of %s", directory if script is None else script)
-            async with open_engine_process(
-                argv,
-                on_stderr_line=output.take_line,
-                stop_timeout=config.engine_stop_timeout,
-                ipc_dir=folder,
-            ) as process:
-                accepted = None
-                with trio.move_on_after(config.start_timeout):
-                    accepted = await _accept(listener, process, output)
-                if accepted is None:
-                    raise EngineStartError(
-                        f"the engine was not ready within {config.start_timeout:g} s"
-                    )
-                process.forget_output()
-                try:
-                    yield Engine(
-                        accepted.rank, accepted.ready, accepted.transport, ProcessWatch(process)
-                    )
-                finally:
-                    await accepted.transport.aclose()
+            async with _running(argv, folder, listener, config) as engine:
+                yield engine
+
+
+@asynccontextmanager
+async def start_vllm_engine(directory: Path, config: LLMConfig) -> AsyncIterator[Engine]:
+    """Start a stock vLLM engine for the model in ``directory`` and wait until it is ready.
+
+    Its command line takes a host and a port for the handshake alone; all that follows goes through sockets in a
+    folder that only this user can enter. Raises ``EngineStartError`` with the engine's last error. Leaving the
+    block ends its launcher and all that it has started.
+    """
+    assert config.vllm is not None
+    command = find_vllm(config.vllm.python)
+    with private_ipc_dir() as folder:
+        async with listen_for_engine("tcp://127.0.0.1:0", folder) as listener:
+            argv = [*command, *vllm_arguments(directory, listener.address, config)]
+            _log.info("starting vLLM's engine: %s", shlex.join(argv))
+            async with _running(argv, folder, listener, config) as engine:
+                yield engine
+
+
+@asynccontextmanager
+async def _running(
+    argv: Sequence[str], folder: Path, listener: EngineListener, config: LLMConfig
+) -> AsyncIterator[Engine]:
+    """A process of ours, from its start to its end; the block begins when it is ready."""
+    output = _EngineOutput()
+    async with open_engine_process(
+        argv,
+        on_stderr_line=output.take_line,
+        stop_timeout=config.engine_stop_timeout,
+        ipc_dir=folder,
+    ) as process:
+        accepted = None
+        with trio.move_on_after(config.start_timeout):
+            accepted = await _accept(listener, process, output)
+        if accepted is None:
+            raise EngineStartError(f"the engine was not ready within {config.start_timeout:g} s")
+        process.forget_output()
+        try:
+            yield Engine(accepted.rank, accepted.ready, accepted.transport, ProcessWatch(process))
+        finally:
+            await accepted.transport.aclose()
 
 
 OpenEngine: TypeAlias = Callable[[], AbstractAsyncContextManager[Engine]]
@@ -111,7 +140,8 @@ async def _accept(
 
     async def watch() -> None:
         ended = await process.wait()
-        reason = output.complaint or process.last_error
+        # Messages such as pydantic's have several lines.
+        reason = " ".join((output.complaint or process.last_error).split())
         failures.append(f"{ended}: {reason}" if reason else str(ended))
         nursery.cancel_scope.cancel(reason="the engine has ended")
 
@@ -130,42 +160,49 @@ async def _accept(
 
 
 @asynccontextmanager
-async def listen_for_engines(address: str) -> AsyncIterator[OpenEngine]:
+async def listen_for_engines(address: str, config: LLMConfig) -> AsyncIterator[OpenEngine]:
     """Bind a handshake address; the block gets what waits there, without a bound, for one engine to join, and
     then for another one. An engine that says HELLO while another one serves is heard when that is gone.
 
-    Raises ``InvalidRequestError`` for an address that others can reach and ``EngineStartError`` for
-    one that cannot be bound. An engine goes on when its block is left: it is not ours.
+    Raises ``InvalidRequestError`` for keys that cannot be used, and for an address that others can reach with
+    neither ``curve_keys`` nor ``allow_unauthenticated`` in ``config``; ``EngineStartError`` for one that cannot
+    be bound. An engine goes on when its block is left: it is not ours.
     """
-    _check_address(address)
-    async with listen_for_engine(address) as listener:
+    if not is_private(address) and config.curve_keys is None:
+        if not config.allow_unauthenticated:
+            refuse_exposed(address)
+        _log.warning("attach is %s, which is not this machine's alone: %s", address, EXPOSED)
+    async with _open_doorkeeper(config.curve_keys) as doorkeeper:
+        async with listen_for_engine(address, doorkeeper=doorkeeper) as listener:
 
-        @asynccontextmanager
-        async def join() -> AsyncIterator[Engine]:
-            _log.info("waiting for an engine to join at %s", listener.address)
-            accepted = await listener.accept()
-            _log.info("engine %d has joined", accepted.rank)
-            try:
-                yield Engine(accepted.rank, accepted.ready, accepted.transport)
-            finally:
-                await accepted.transport.aclose()
+            @asynccontextmanager
+            async def join() -> AsyncIterator[Engine]:
+                _log.info("waiting for an engine to join at %s", listener.address)
+                # vLLM's engines have no keys.
+                if listener.address.startswith("tcp:") and doorkeeper is None:
+                    command = shlex.join(join_command("MODEL", listener.address))
+                    _log.info("one of vLLM's does with: %s", command)
+                accepted = await listener.accept()
+                _log.info("engine %d has joined", accepted.rank)
+                try:
+                    yield Engine(accepted.rank, accepted.ready, accepted.transport)
+                finally:
+                    await accepted.transport.aclose()
 
-        yield join
+            yield join
 
 
-def _check_address(address: str) -> None:
-    """Only what this machine alone can reach: nothing on this wire is authenticated."""
-    scheme, _, rest = address.partition("://")
-    port = rest.rpartition(":")[2]
-    if is_local(address) and (scheme == "ipc" or (scheme == "tcp" and _is_port(port))):
+@asynccontextmanager
+async def _open_doorkeeper(curve_keys: Path | None) -> AsyncIterator[Doorkeeper | None]:
+    if curve_keys is None:
+        yield None
         return
-    raise InvalidRequestError(
-        f"attach is {address!r}; allowed: tcp://127.0.0.1:PORT (any loopback address) or ipc://PATH, "
-        "since whoever reaches this address can pose as an engine",
-        parameter="attach",
-    )
-
-
-def _is_port(text: str) -> bool:
-    """ZeroMQ itself would take a larger number modulo 65536. "*" is any free port, as 0 is."""
-    return text == "*" or (text.isascii() and text.isdecimal() and int(text) <= 65535)
+    keys = await trio.to_thread.run_sync(read_front_end_keys, curve_keys)
+    with unwrapped() as body:
+        async with trio.open_nursery() as nursery:
+            try:
+                yield Doorkeeper(keys, nursery)
+            except BaseException as error:
+                body.error = error
+                raise
+            nursery.cancel_scope.cancel(reason="nobody is to come in any more")

@@ -21,21 +21,25 @@ from ..errors import (
     InvalidRequestError,
     RequestEnded,
 )
+from ..lora import LoRARequest, check_lora_id, check_lora_request
 from ..output.submission import (
     default_sampling_params,
-    make_pooling_submission,
     make_submission,
 )
 from ..outputs import Ending, EndingKind, PoolingRequestOutput, RequestOutput
+from ..prompts import TokenizeParams
 from ..sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 from ..timeouts import Timeouts
 from ..tokenizer import Tokenizer
-from .arrival import RequestOptions
+from .adapters import Adapters
+from .arrival import PoolingOptions, RequestOptions
 from .engine_link import EngineLink, EngineLinkStatistics
 from .engines import Engine, OpenEngine
 from .entrance import Entrance
+from .grammars import GrammarChecker
 from .health import Health, LLMState
 from .observers import Observers
+from .pooling import Pooling, Prompts, prompts_of
 from .prompts import Prompt, PromptReader, RunSync
 from .request_stream import RequestStream
 from .requests import Requests
@@ -70,7 +74,8 @@ class LLMStatistics:
 
 
 class LLM(EngineUtilities):
-    """A model that is being served: made by ``open_llm``, usable until its block is left."""
+    """A model that is being served: made by ``open_llm``, usable until its block is left. ``adapters``: its LoRA
+    adapters, by name."""
 
     def __init__(
         self,
@@ -88,10 +93,17 @@ class LLM(EngineUtilities):
         self._observers = Observers()
         self._clock = clock
         self._unread = Unread(config.unread_max_bytes)
-        self._supervisor = Supervisor(open_engine, self._make_link, config)
+        self.adapters = Adapters(config.lora_modules, lambda: self._supervisor.ready_link())
+        self._supervisor = Supervisor(
+            open_engine, self._make_link, config, restore=self.adapters.restore
+        )
         self._entrance = Entrance(self._supervisor, config)
         prompts = PromptReader(tokenizer, run_sync)
-        self._requests = Requests(self._entrance, prompts, self._unread, config, clock)
+        grammars = GrammarChecker(tokenizer.model_dir, tokenizer.vocab_size)
+        self._requests = Requests(
+            self._entrance, prompts, grammars, self._unread, self.adapters, config, clock
+        )
+        self._pooling = Pooling(self._requests, tokenizer.pooling, config)
         self._is_closed = False
 
     def _make_link(self, engine: Engine) -> EngineLink:
@@ -132,24 +144,28 @@ class LLM(EngineUtilities):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         timeouts: Timeouts | None = None,
         arrived_at: float | None = None,
         external_req_id: str | None = None,
     ) -> AbstractAsyncContextManager[RequestStream]:
         """Send a request; the block reads its outputs. Leaving the block is the cancel.
 
-        ``prompt``: text, token ids, or chat messages. ``params`` None: the model's defaults.
-        ``priority``: the smallest is served first; other than 0 only if ``EngineConfig.scheduling_policy``
-        is "priority". ``cache_salt``: of the engine's prefix cache, this request shares only what requests
-        with the same salt have left there. ``timeouts``: where they are None, those of ``LLMConfig``; they run
-        from ``arrived_at``, a ``trio.current_time()``, None: now. ``external_req_id``: the caller's own
-        name for the request, for the log and nothing else.
-        Raises, and nothing was sent: ``InvalidRequestError``, ``EngineUnavailableError`` while no engine is
-        ready, ``EngineDeadError`` when none will be, ``OverloadedError``, ``DeadlineExceeded``, and
-        ``ServerShutdown`` once the LLM takes no more requests. Cancel-safe at every point.
+        ``prompt``: text, token ids, or chat messages. ``params`` None: the model's defaults. ``priority``: the
+        smallest is served first; other than 0 only if ``EngineConfig.scheduling_policy`` is "priority".
+        ``cache_salt``: of the engine's prefix cache, this request shares only what requests with the same salt have
+        left there.
+        ``lora_request``: the adapter to use, which is loaded if it has not been (see ``add_lora``). ``timeouts``:
+        where they are None, those of ``LLMConfig``; they run from ``arrived_at``, a ``trio.current_time()``, None:
+        now. ``external_req_id``: the caller's own name for the request, for the log and nothing else.
+        Raises, and nothing was sent: ``InvalidRequestError``, ``EngineUnavailableError`` while no engine is ready,
+        ``EngineDeadError`` when none will be, ``OverloadedError``, ``DeadlineExceeded``, and ``ServerShutdown``
+        once the LLM takes no more requests. Cancel-safe at every point.
         """
         checked = self._params(params)
+        check_lora_request(lora_request, optional=True)
         self._refuse_unless_supported("generate", "prompt")
+        self._refuse_what_harms_others(checked)
         is_delta = checked.output_kind is RequestOutputKind.DELTA
         return self._requests.open(
             prompt,
@@ -167,6 +183,7 @@ class LLM(EngineUtilities):
             num_choices=checked.n,
             aggregate=is_delta,
             constraint=checked.structured_outputs,
+            lora_request=lora_request,
             arrival=self._requests.arrival(timeouts, arrived_at, external_req_id),
         )
 
@@ -174,28 +191,46 @@ class LLM(EngineUtilities):
         self,
         prompt: Prompt,
         params: PoolingParams | None = None,
-        *,
-        timeouts: Timeouts | None = None,
+        **more: Unpack[PoolingOptions],
     ) -> PoolingRequestOutput:
         """What a pooling model makes of ``prompt``: an embedding, by default.
 
-        ``timeouts``: see ``open_stream``. Raises as ``open_stream`` and ``RequestStream.receive`` do. Cancel-safe:
+        ``more``: see ``open_stream``. Raises as ``open_stream`` and ``RequestStream.receive`` do. Cancel-safe:
         leaving is the abort.
         """
-        params = PoolingParams() if params is None else params
-        if not isinstance(params, PoolingParams):
-            raise InvalidRequestError(
-                f"params is {params!r}; allowed: PoolingParams or None", parameter="params"
-            )
+        params = self._pooling.completed(params)
         self._refuse_unless_supported(params.task, "task")
-        submission = partial(make_pooling_submission, params=params)
-        arrival = self._requests.arrival(timeouts)
-        async with self._requests.open(
-            prompt, submission, aggregate=False, arrival=arrival
-        ) as stream:
-            output: object = await stream.receive()
-        assert isinstance(output, PoolingRequestOutput), "a pooling request has no other output"
+        tokenize = self._pooling.tokenize_params(None)
+        (output,) = await self._pooling.run([(prompt, tokenize)], "prompt", params, **more)
         return output
+
+    async def embed(
+        self,
+        prompts: Prompts,
+        params: PoolingParams | None = None,
+        *,
+        tokenize: TokenizeParams | None = None,
+        **more: Unpack[PoolingOptions],
+    ) -> list[PoolingRequestOutput]:
+        """The embedding of each prompt, in order; also of one that stands without a list.
+
+        They run at once, each of them counts as a request in flight, and either all are taken or none; the first
+        that fails ends the others, and it is what is raised. ``tokenize``: how they are read, None: a prompt that
+        is too long is refused. ``more``, raises: see ``encode``. Cancel-safe: leaving aborts them all.
+        """
+        params = self._pooling.completed(params)
+        if params.task != "embed":
+            raise InvalidRequestError(
+                f"params.task is {params.task!r}; allowed: 'embed' (see encode)", parameter="params"
+            )
+        if params.task not in self.supported_tasks:
+            raise InvalidRequestError(
+                f"{self.model} makes no embeddings; what it does: {', '.join(sorted(self.supported_tasks))}",
+                parameter="model",
+            )
+        tokenize = self._pooling.tokenize_params(tokenize)
+        each = prompts_of(prompts, tokenize)
+        return await self._pooling.run(each, tokenize.parameter, params, **more)
 
     async def generate(
         self,
@@ -261,6 +296,16 @@ class LLM(EngineUtilities):
                 f"{parameter} asks for {task!r}, which this engine's model does not do; "
                 f"allowed: {allowed}",
                 parameter=parameter,
+            )
+
+    def _refuse_what_harms_others(self, params: SamplingParams) -> None:
+        """In a step with such a request, vLLM's sampler (0.32) gives everybody the logprobs of its tokens alone."""
+        link = self._supervisor.link
+        if params.logprob_token_ids and link is not None and not link.ready.validates_requests:
+            raise InvalidRequestError(
+                f"logprob_token_ids is {list(params.logprob_token_ids)!r:.60}; allowed: [], since an engine of "
+                "vLLM's would spoil the logprobs of other requests",
+                parameter="logprob_token_ids",
             )
 
     # ------------------------------------------------------------------ state
@@ -369,6 +414,21 @@ class LLM(EngineUtilities):
         if self._is_closed:
             raise trio.ClosedResourceError("the LLM's block has been left")
         return await self._supervisor.ready_link().call_utility(method, *args)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; True, also if it is loaded already. The next engine gets it as well.
+
+        Raises ``InvalidRequestError`` with the engine's own words if it refuses (``LoRAAdapterNotFoundError`` where
+        there is nothing under the path), and as ``call_utility``. ``adapters`` has loading by name alone.
+        """
+        check_lora_request(lora_request)
+        return await self.adapters.add(lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; False: there is no such. Requests that use it go on, and until they are over the
+        engine keeps it; new ones are refused until it is added again. Raises as ``call_utility``."""
+        check_lora_id("lora_id", lora_id)
+        return await self.adapters.remove(lora_id)
 
     @property
     def stats_logger(self) -> StatsLogger | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import trio
 
 from .. import model_store
 from ..config import LLMConfig
-from ..errors import EngineDeadError
+from ..errors import EngineDeadError, InvalidRequestError
 from ..tokenizer import Tokenizer
-from .engines import OpenEngine, listen_for_engines, start_engine
+from .adoption import EngineLegs, adopt_engine
+from .engines import OpenEngine, listen_for_engines, start_engine, start_vllm_engine
 from .llm import LLM
 from .unwrap import unwrapped
 
@@ -32,39 +34,77 @@ async def open_llm(
     *,
     attach: str | None = None,
     script: Path | None = None,
+    adopt: EngineLegs | None = None,
     cancel_on_death: bool = False,
     wait_until_ready: bool = True,
 ) -> AsyncIterator[LLM]:
     """Start an engine for ``model`` (or let one join) and yield an ``LLM`` when it is ready.
 
-    ``model``: what ``model_store.resolve`` finds: a model or GGUF file that was pulled, or a directory.
+    ``model``: what ``model_store.resolve`` finds: a model or GGUF file that was pulled, or a directory. The engine
+    is our own, or, with ``LLMConfig.vllm``, a stock one of vLLM's.
     ``attach``: a handshake address (``tcp://127.0.0.1:PORT``) to bind; an engine started by somebody
-    else is waited for there. ``script``: the engine is the scripted one, with this file. With either, a directory
-    needs no weights. ``wait_until_ready`` False: yield at once; until ``LLM.wait_ready`` returns, requests are
-    refused with ``EngineUnavailableError``, and an engine that does not start cancels the body.
+    else is waited for there. One that other machines can reach needs ``LLMConfig.curve_keys``, or
+    ``LLMConfig.allow_unauthenticated``. ``script``: the engine is the scripted one, with this file.
+    ``adopt``: the engine was started by the vLLM that started us (``adoption.py``). With any of these three, a
+    directory needs no weights.
+    ``wait_until_ready`` False: yield at once; until ``LLM.wait_ready`` returns, requests are refused with
+    ``EngineUnavailableError``, and an engine that does not start cancels the body.
 
-    Raises ``ModelStoreError`` and ``EngineStartError``. If the engine dies, live streams end with
-    ``EngineDeadError`` and the body goes on (see ``LLM.wait_dead``), or, with ``cancel_on_death``, is
-    cancelled; after a body that left without an error, ``EngineDeadError`` is raised with the cause. With
-    ``LLMConfig.restart_engine`` that is so only for the last of them: another engine follows one that died.
+    Raises ``ModelStoreError``, ``EngineStartError``, and ``InvalidRequestError`` for settings that do not go
+    together. If the engine dies, live streams end with ``EngineDeadError`` and the body goes on (see
+    ``LLM.wait_dead``), or, with ``cancel_on_death``, is cancelled; after a body that left without an error,
+    ``EngineDeadError`` is raised with the cause. With ``LLMConfig.restart_engine`` that is so only for the last of
+    them: another engine follows one that died.
     What the body raises leaves as itself. Everything that was started is ended on the way out.
     """
     config = config or LLMConfig()
-    is_ours = attach is None and script is None
+    _check_together(config, attach)
+    is_ours = attach is None and script is None and adopt is None
     resolve = partial(model_store.resolve, str(model), weights=is_ours)
     directory = await trio.to_thread.run_sync(resolve)
     tokenizer = await trio.to_thread.run_sync(Tokenizer.from_directory, directory)
-    opening: AbstractAsyncContextManager[OpenEngine]
-    if attach is None:
-        opening = nullcontext(partial(start_engine, directory, config, script=script))
-    else:
-        opening = listen_for_engines(attach)
-    async with opening as open_engine:
+    if config.generation_config == "vllm":
+        tokenizer = replace(tokenizer, generation_defaults={})
+    async with _opening(directory, config, attach, script, adopt) as open_engine:
         llm = LLM(str(model), tokenizer, open_engine, config)
         async with running(llm, cancel_on_death=cancel_on_death, wait_until_ready=wait_until_ready):
             yield llm
     if llm.cause_of_death is not None:
         raise EngineDeadError(llm.cause_of_death)
+
+
+def _check_together(config: LLMConfig, attach: str | None) -> None:
+    """Settings of an engine that joins, and of one that is started, exclude each other."""
+    if attach is not None and config.vllm is not None:
+        raise InvalidRequestError(
+            "attach and LLMConfig.vllm are given; allowed: one of them, since an engine that joins is started by "
+            "somebody else",
+            parameter="attach",
+        )
+    for name in ("curve_keys", "allow_unauthenticated"):
+        if attach is None and (value := getattr(config, name)):
+            raise InvalidRequestError(
+                f"{name} is {value!s}; allowed: only with attach, for an engine that joins by itself. One that is "
+                "started here talks over sockets in a private folder, and vLLM's own cannot use keys",
+                parameter=name,
+            )
+
+
+def _opening(
+    directory: Path,
+    config: LLMConfig,
+    attach: str | None,
+    script: Path | None,
+    adopt: EngineLegs | None,
+) -> AbstractAsyncContextManager[OpenEngine]:
+    """Where engines come from, one after the other."""
+    if adopt is not None:
+        return nullcontext(partial(adopt_engine, adopt, config.start_timeout))
+    if attach is not None:
+        return listen_for_engines(attach, config)
+    if config.vllm is not None and script is None:
+        return nullcontext(partial(start_vllm_engine, directory, config))
+    return nullcontext(partial(start_engine, directory, config, script=script))
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import trio
 
-from ..prompts import Prompt, Tokenizing, prepare_prompt
+from ..prompts import Prompt, TokenizeParams, Tokenizing, prepare_prompt
 from ..tokenizer import Tokenizer
 
 __all__ = ["Prompt", "PromptReader", "RunSync", "guessed_length"]
@@ -51,13 +51,17 @@ class PromptReader:
         self._short = trio.CapacityLimiter(_SHORT_AT_ONCE)
         self._long = trio.CapacityLimiter(_LONG_AT_ONCE)
 
-    async def read(self, prompt: Prompt, max_model_len: int) -> list[int]:
-        """The prompt's token ids: at least one, at most max_model_len - 1, all in the vocabulary.
+    async def read(
+        self, prompt: Prompt, max_model_len: int, how: TokenizeParams | None = None
+    ) -> list[int]:
+        """The prompt's token ids: at least one, at most max_model_len - 1 (or what ``how`` leaves room for), all in
+        the vocabulary.
 
         Raises ``InvalidRequestError``. A checkpoint wherever it returns. Cancel-safe: a client that leaves waits
-        for nothing; a thread that had begun goes on to its end, keeps its place until then, and its ids are dropped.
+        for nothing; a thread that had begun goes on to its end, keeps its place until then, and its ids are
+        dropped.
         """
-        prepared = prepare_prompt(prompt, self._tokenizer, max_model_len)
+        prepared = prepare_prompt(prompt, self._tokenizer, max_model_len, how)
         if isinstance(prepared, Tokenizing):
             return await self._tokenized(prepared)
         await trio.lowlevel.checkpoint()

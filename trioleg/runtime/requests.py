@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -19,11 +19,15 @@ import trio
 
 from ..config import LLMConfig
 from ..errors import DeadlineExceeded, InvalidRequestError, ServerShutdown
+from ..lora import LoRARequest
+from ..messages import EngineReadyResponse
 from ..output.request_state import RequestState
 from ..output.submission import Submission
 from ..outputs import Ending, EndingKind
+from ..prompts import TokenizeParams
 from ..structured_outputs import StructuredOutputsParams
 from ..timeouts import Timeouts, check_timeouts
+from .adapters import Adapters
 from .admission import Slot
 from .arrival import Arrival
 from .deadlines import Deadlines, until
@@ -42,14 +46,16 @@ MakeSubmission: TypeAlias = Callable[..., Submission]
 
 
 class Requests:
-    """``streams``: of blocks that have not been left, by request id. ``id_prefix`` begins every request id: an id with
-    another beginning is another front end's. ``deadlines`` has a task to be run."""
+    """``streams``: of blocks that have not been left, by request id. ``id_prefix`` begins every request id: an id
+    with another beginning is another front end's. ``deadlines`` has a task to be run."""
 
     def __init__(
         self,
         entrance: Entrance,
         prompts: PromptReader,
+        grammars: GrammarChecker,
         unread: Unread,
+        adapters: Adapters,
         config: LLMConfig,
         clock: Callable[[], float],
     ) -> None:
@@ -62,8 +68,9 @@ class Requests:
         self._numbers = itertools.count()
         self._entrance = entrance
         self._prompts = prompts
-        self._grammars = GrammarChecker()
+        self._grammars = grammars
         self._unread = unread
+        self._adapters = adapters
         self._config = config
         self._clock = clock
 
@@ -92,6 +99,13 @@ class Requests:
             external_req_id,
         )
 
+    def admit_all(self, prompts: Sequence[Prompt], parameter: str, arrival: Arrival) -> list[Slot]:
+        """Places for prompts that come together, or for none of them: see ``Admission.admit_all``."""
+        self._entrance.link()
+        return self._entrance.admission.admit_all(
+            [guessed_length(one) for one in prompts], parameter, arrival.timeouts, arrival.at
+        )
+
     @asynccontextmanager
     async def open(
         self,
@@ -102,17 +116,21 @@ class Requests:
         arrival: Arrival,
         num_choices: int = 1,
         constraint: StructuredOutputsParams | None = None,
+        tokenize: TokenizeParams | None = None,
+        slot: Slot | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestStream]:
-        """See ``LLM.open_stream``."""
+        """See ``LLM.open_stream``. ``slot``: its own, if it was admitted with others (``admit_all``)."""
         request_id = self._next_id()
-        max_model_len = self._entrance.link().ready.max_model_len
-        slot = self._entrance.admission.admit(
+        ready = self._entrance.link().ready
+        slot = slot or self._entrance.admission.admit(
             num_choices, guessed_length(prompt), arrival.timeouts, arrival.at
         )
+        self._adapters.hold(lora_request)
         try:
             with self._entrance.turning_away():
                 prompt_token_ids = await self._prepare(
-                    request_id, prompt, constraint, arrival, max_model_len
+                    request_id, prompt, constraint, lora_request, arrival, ready, tokenize
                 )
             slot.take_prompt(len(prompt_token_ids))
             # From here to `yield` nothing waits: registering and sending are one step.
@@ -121,6 +139,9 @@ class Requests:
             )
             with self._entrance.turning_away():
                 link = self._entrance.link_of_the_admitted()
+                if lora_request is not None:
+                    adapter = self._adapters.current(lora_request)
+                    make_submission = partial(make_submission, lora_request=adapter)
                 submission = make_submission(
                     request_id,
                     prompt_token_ids,
@@ -147,16 +168,19 @@ class Requests:
         finally:
             # Before this, at the request's end, unless it never began.
             slot.release()
+            self._adapters.release(lora_request)
 
     async def _prepare(
         self,
         request_id: str,
         prompt: Prompt,
         constraint: StructuredOutputsParams | None,
+        lora_request: LoRARequest | None,
         arrival: Arrival,
-        max_model_len: int,
+        ready: EngineReadyResponse,
+        tokenize: TokenizeParams | None,
     ) -> list[int]:
-        """What has to be waited for before a request can be sent: its ids, its constraint's trial.
+        """What has to be waited for before a request can be sent: its ids, its constraint's trial, its adapter.
 
         To leave here is an ending, too: of a request that no engine has heard of.
         """
@@ -164,9 +188,10 @@ class Requests:
         ending: Ending | None = Ending(EndingKind.LEFT)
         try:
             with self._stoppable(deadline):
-                prompt_token_ids = await self._prompts.read(prompt, max_model_len)
+                prompt_token_ids = await self._prompts.read(prompt, ready.max_model_len, tokenize)
                 if constraint is not None:
-                    await self._grammars.check(constraint)
+                    await self._grammars.check(constraint, engine_tries=ready.validates_requests)
+                await self._adapters.make_sure(lora_request)
                 ending = None
                 return prompt_token_ids
             ending = None

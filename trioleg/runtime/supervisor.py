@@ -11,7 +11,8 @@ second time either. Later starts may fail a few times in a row, with longer and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import trio
 
@@ -43,6 +44,7 @@ class Supervisor:
 
     ``ready``: set once, when the first engine is ready. ``dead``: set when the last one is gone for good;
     ``cause_of_death`` says why. ``num_restarts``: engines that were started after the first, and were ready.
+    ``restore`` is awaited with the link of an engine that has started, before requests can reach it.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Supervisor:
         open_engine: OpenEngine,
         make_link: Callable[[Engine], EngineLink],
         config: LLMConfig,
+        restore: Callable[[EngineLink], Awaitable[None]],
     ) -> None:
         self.link: EngineLink | None = None
         self.ready = trio.Event()
@@ -59,6 +62,7 @@ class Supervisor:
         self._open_engine = open_engine
         self._make_link = make_link
         self._config = config
+        self._restore = restore
         # Why the last attempt to start another engine came to nothing.
         self._last_failure = ""
         # Whoever waits for the state to change.
@@ -145,7 +149,10 @@ class Supervisor:
                     link = self._make_link(engine)
                     link.on_change = self.note_change
                     await nursery.start(link.run, name="engine link")
-                    link.supported_tasks = await self._ask_for_tasks(link, started)
+                    with self._within_start(link, started):
+                        # Which also shows that the engine answers.
+                        link.supported_tasks = frozenset(await link.get_supported_tasks())
+                        await self._restore(link)
                     ready_at = trio.current_time()
                     self._loading_took = ready_at - started
                     self._take_over(link)
@@ -172,20 +179,22 @@ class Supervisor:
         assert ready_at is not None
         return link.cause_of_death or "", trio.current_time() - ready_at
 
-    async def _ask_for_tasks(self, link: EngineLink, started: float) -> frozenset[str]:
-        """What the model can do, which also shows that the engine answers."""
+    @contextmanager
+    def _within_start(self, link: EngineLink, started: float) -> Iterator[None]:
+        """For the first questions to an engine: within the one deadline for its start."""
         patience = self._config.start_timeout
-        # Of the one deadline for the start; an engine that somebody else starts may have taken longer.
+        # An engine that somebody else starts may have taken longer.
         last_moment = trio.current_time() + min(_ANSWER_TIMEOUT_S, patience)
-        with trio.move_on_at(max(started + patience, last_moment)):
+        with trio.move_on_at(max(started + patience, last_moment)) as scope:
             try:
-                return frozenset(await link.get_supported_tasks())
+                yield
             except TriolegError as error:
                 raise EngineStartError(str(error)) from error
-        raise EngineStartError(
-            f"engine {link.rank} said that it was ready, and answers nothing (start_timeout is "
-            f"{patience:g} s)"
-        )
+        if scope.cancelled_caught:
+            raise EngineStartError(
+                f"engine {link.rank} said that it was ready, and answers nothing (start_timeout is "
+                f"{patience:g} s)"
+            )
 
     def _end(self, cause: str) -> None:
         self.cause_of_death = cause

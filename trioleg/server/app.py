@@ -9,6 +9,8 @@ forget of a group of errors (all but the first that has a handler, and all of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import trio
@@ -26,8 +28,11 @@ from werkzeug.exceptions import (
 
 from ..config import ServerConfig
 from ..runtime.llm import LLM
+from .authentication import OPEN_PATHS, REFUSAL, is_authorized
+from .controls import Controls
 from .failures import error_response, json_response, one_error, ungrouped
 from .incoming import IncomingRequest
+from .model_names import check_adapter_names
 from .protocol import error_body
 from .routes import EventStreamResponse, Routes
 
@@ -37,9 +42,11 @@ __all__ = ["create_app"]
 def create_app(llm: LLM, config: ServerConfig | None = None) -> QuartTrio:
     """The OpenAI-compatible app on ``llm``, which has to outlive it (``open_llm`` wraps the server)."""
     config = config or ServerConfig()
+    name = config.served_model_name or llm.model
+    check_adapter_names(llm.adapters.by_name, name)
     routes = Routes(
         llm,
-        config.served_model_name or llm.model,
+        name,
         keep_alive_interval=config.sse_keep_alive_interval,
     )
     app = _App(llm)
@@ -48,10 +55,14 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> QuartTrio:
     app.config["BODY_TIMEOUT"] = config.body_timeout
     # Quart's own bounds know nothing of streams: it would cut one after a minute, without a word.
     app.config["RESPONSE_TIMEOUT"] = None
-    for method, path, handler in routes.table():
+    is_on = config.enable_engine_controls
+    controls = Controls(llm, name, is_on=is_on)
+    for method, path, handler in (*routes.table(), *controls.table()):
         app.add_url_rule(path, handler.__name__, handler, methods=[method])
     app.register_error_handler(Exception, app.error_response)
     app.register_error_handler(HTTPException, _http_error)
+    if config.api_keys:
+        app.before_request(partial(_refuse_strangers, config.api_keys))
     app.after_request(_echo_request_id)
     return app
 
@@ -146,6 +157,16 @@ def _served(root_path: str) -> str:
     methods = {rule.rule: sorted((rule.methods or set()) - {"HEAD", "OPTIONS"}) for rule in rules}
     served = ((method, path) for path, all_ in methods.items() for method in all_)
     return ", ".join(f"{method} {root_path}{path}" for method, path in served)
+
+
+async def _refuse_strangers(keys: Sequence[str]) -> Response | None:  # noqa: ASYNC124
+    """By the route that was found, not by how the path is written."""
+    is_open = request.url_rule is not None and request.url_rule.rule in OPEN_PATHS
+    if is_open or is_authorized(request.headers.get("Authorization"), keys):
+        return None
+    response = json_response(error_body(REFUSAL), 401)
+    response.headers["WWW-Authenticate"] = "Bearer"
+    return response
 
 
 async def _echo_request_id(response: Response) -> Response:  # noqa: ASYNC124

@@ -16,12 +16,13 @@ from quart_trio.wrappers import TrioRequest
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from ..errors import DeadlineExceeded, InvalidRequestError
-from ..runtime.arrival import RequestOptions
+from ..runtime.arrival import PoolingOptions, RequestOptions
 from ..runtime.deadlines import until
 from ..timeouts import Timeouts
+from .embeddings import EmbeddingRequest
 from .protocol import ChatCompletionRequest
 
-__all__ = ["FromHeaders", "IncomingRequest", "request_options"]
+__all__ = ["FromHeaders", "IncomingRequest", "pooling_options", "request_options"]
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 
@@ -91,8 +92,8 @@ class IncomingRequest(TrioRequest):
         raise DeadlineExceeded(overdue)
 
     async def drop_small_body(self) -> None:
-        """For a refusal that does not need the body: a small one is on its way, and if it is taken, the connection can
-        be used again. A long one is not waited for."""
+        """For a refusal that does not need the body: a small one is on its way, and if it is taken, the connection
+        can be used again. A long one is not waited for."""
         is_small = 0 < (self.content_length or 0) <= _SMALL_BODY
         if is_small and not self.waits_to_be_asked:
             with trio.move_on_after(_SMALL_BODY_TIMEOUT), suppress(HTTPException):
@@ -110,13 +111,20 @@ def request_options(
     chat: ChatCompletionRequest, arrival: FromHeaders | None = None
 ) -> RequestOptions:
     """What ``LLM.open_stream`` is told beside prompt and parameters. ``arrival`` None: it comes now."""
-    options = RequestOptions(
-        priority=chat.priority, cache_salt=chat.cache_salt, timeouts=chat.timeouts
+    return {**pooling_options(chat, arrival), "lora_request": chat.lora_request}
+
+
+def pooling_options(
+    asked: ChatCompletionRequest | EmbeddingRequest, arrival: FromHeaders | None = None
+) -> PoolingOptions:
+    """As ``request_options``, for ``LLM.embed``."""
+    options = PoolingOptions(
+        priority=asked.priority, cache_salt=asked.cache_salt, timeouts=asked.timeouts
     )
     if arrival is not None:
-        totals = [one for one in (chat.timeouts.total, arrival.total) if one is not None]
+        totals = [one for one in (asked.timeouts.total, arrival.total) if one is not None]
         options["timeouts"] = Timeouts(
-            first_token=chat.timeouts.first_token, total=min(totals, default=None)
+            first_token=asked.timeouts.first_token, total=min(totals, default=None)
         )
         options["arrived_at"] = arrival.at
         options["external_req_id"] = arrival.external_req_id

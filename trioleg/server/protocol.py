@@ -18,31 +18,34 @@ from ..errors import (
     EngineDeadError,
     EngineUnavailableError,
     InvalidRequestError,
+    LoRAAdapterNotFoundError,
     OutputError,
     OverloadedError,
     ReaderTooSlow,
     RequestAborted,
     ServerShutdown,
     TriolegError,
+    WireError,
 )
+from ..lora import LoRARequest
 from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..timeouts import Timeouts
+from .fields import boolean, json_of, model, object_of, refusal, refuse_others, timeouts
+from .ids import completion_id
 from .logprobs import choice_logprobs, listed_logprobs, prompt_logprobs_json
 from .structured_outputs import STRUCTURED_OUTPUTS, read_structured_outputs
 
 __all__ = [
     "ChatCompletionRequest",
+    "ControlsOffError",
     "ModelNotFoundError",
     "RequestNotFoundError",
-    "check_model",
-    "completion_id",
     "error_body",
     "error_of",
     "full_response",
     "is_expected",
     "parse_chat_completion",
-    "request_id_of",
     "usage_of",
 ]
 
@@ -129,11 +132,17 @@ _OWN = (
     *STRUCTURED_OUTPUTS,
 )
 
+_HONOURED = frozenset((*_OWN, *_SAMPLING))
+
 _ROLES = ("system", "developer", "user", "assistant")
 
 
 class ModelNotFoundError(InvalidRequestError):
     """The request names a model that this server does not serve."""
+
+
+class ControlsOffError(InvalidRequestError):
+    """The path is for operators, and this server was started without it."""
 
 
 class RequestNotFoundError(InvalidRequestError):
@@ -145,7 +154,8 @@ class ChatCompletionRequest:
     """A chat request, checked. ``messages``: role and content (text), ready for a chat template.
     ``model`` None: whichever is served. ``return_token_ids``: of prompt and answer, as vLLM does.
     ``continuous_usage``: the usage so far in every chunk; only with ``include_usage``. ``priority`` and
-    ``cache_salt`` are as they came: ``LLM.open_stream`` checks them, before the first byte."""
+    ``cache_salt`` are as they came: ``LLM.open_stream`` checks them, before the first byte.
+    ``lora_request``: see ``model_names.check_model``."""
 
     model: str | None
     messages: list[dict[str, Any]]
@@ -157,15 +167,7 @@ class ChatCompletionRequest:
     priority: int = 0
     cache_salt: str | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
-
-
-def check_model(request: ChatCompletionRequest, served: str) -> None:
-    """Raises ``ModelNotFoundError`` if the request names another model than the one ``served``."""
-    if request.model not in (None, served):
-        raise ModelNotFoundError(
-            f"the model {request.model!r} is not served here; allowed: {served!r}",
-            parameter="model",
-        )
+    lora_request: LoRARequest | None = None
 
 
 def parse_chat_completion(
@@ -174,7 +176,7 @@ def parse_chat_completion(
     """Parse and check a request body. ``make_params`` takes what was asked for by keyword and knows
     the model's defaults. Raises ``InvalidRequestError`` naming the parameter."""
     try:
-        return _parse(_object(body), make_params)
+        return _parse(object_of(body), make_params)
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply to be looked at") from None
 
@@ -182,20 +184,20 @@ def parse_chat_completion(
 def _parse(
     fields: dict[str, Any], make_params: Callable[..., SamplingParams]
 ) -> ChatCompletionRequest:
-    _refuse_what_is_not_honoured(fields)
-    stream = _boolean(fields, "stream")
+    refuse_others(fields, _HONOURED, _NEUTRAL)
+    stream = boolean(fields, "stream")
     include_usage, continuous_usage = _stream_options(fields, stream=stream)
     return ChatCompletionRequest(
-        model=_model(fields),
+        model=model(fields),
         messages=_messages(fields),
         params=make_params(**_sampling(fields, stream=stream)),
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
-        return_token_ids=_boolean(fields, "return_token_ids"),
+        return_token_ids=boolean(fields, "return_token_ids"),
         priority=0 if fields.get("priority") is None else fields["priority"],
         cache_salt=fields.get("cache_salt"),
-        timeouts=_timeouts(fields),
+        timeouts=timeouts(fields),
     )
 
 
@@ -203,7 +205,7 @@ def _sampling(fields: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
     """What the request asks of ``SamplingParams``, by its names there."""
     asked = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     if stream and "prompt_logprobs" in asked:
-        raise _refusal("prompt_logprobs", asked["prompt_logprobs"], "null, unless stream is false")
+        raise refusal("prompt_logprobs", asked["prompt_logprobs"], "null, unless stream is false")
     max_tokens = _max_tokens(fields)
     if max_tokens is not None:
         asked["max_tokens"] = max_tokens
@@ -213,98 +215,30 @@ def _sampling(fields: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
     return asked
 
 
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidRequestError("the body is not a JSON object")
-    return fields
-
-
-def _refuse_what_is_not_honoured(fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        if name in _OWN or name in _SAMPLING:
-            continue
-        neutral = _NEUTRAL.get(name)
-        if neutral is None:
-            raise InvalidRequestError(f"unknown parameter: {name!r}", parameter=name)
-        if value is not None and not any(_same(value, one) for one in neutral):
-            allowed = " or ".join(["null", *(_json(one) for one in neutral)])
-            raise InvalidRequestError(
-                f"{name} is {_json(value)}, which is not supported; allowed: {allowed}",
-                parameter=name,
-            )
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equal, but true is not 1."""
-    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
-
-
-def _json(value: Any) -> str:
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _refusal(name: str, value: Any, allowed: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} is {_json(value)}; allowed: {allowed}", parameter=name)
-
-
-def _boolean(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise _refusal(name, value, "true, false or null")
-    return bool(value)
-
-
 def _max_tokens(fields: Mapping[str, Any]) -> Any:
     """max_completion_tokens is the newer name of max_tokens; two different values are an error."""
     older, newer = fields.get("max_tokens"), fields.get("max_completion_tokens")
     if older is not None and newer is not None and older != newer:
-        raise _refusal("max_tokens", older, f"the same as max_completion_tokens ({_json(newer)})")
+        raise refusal("max_tokens", older, f"the same as max_completion_tokens ({json_of(newer)})")
     return older if newer is None else newer
-
-
-def _model(fields: Mapping[str, Any]) -> str | None:
-    model = fields.get("model")
-    if model is not None and not isinstance(model, str):
-        raise _refusal("model", model, "a model's name (GET /v1/models lists them) or null")
-    return model
 
 
 def _logprobs(fields: Mapping[str, Any]) -> int | None:
     """OpenAI's two parameters as one: how many tokens beside the chosen one (-1: all); None: no
     logprobs, or those that logprob_token_ids names. How many there may be is the engine's affair."""
-    wanted, top = _boolean(fields, "logprobs"), fields.get("top_logprobs")
+    wanted, top = boolean(fields, "logprobs"), fields.get("top_logprobs")
     token_ids = fields.get("logprob_token_ids")
     if top is None:
         top = 0
     if type(top) is not int or not -1 <= top < 2**31:
-        raise _refusal("top_logprobs", top, "-1 (all), at least 0, or null")
+        raise refusal("top_logprobs", top, "-1 (all), at least 0, or null")
     if top and not wanted:
-        raise _refusal("top_logprobs", top, "0 or null, unless logprobs is true")
+        raise refusal("top_logprobs", top, "0 or null, unless logprobs is true")
     if token_ids and not wanted:
-        raise _refusal("logprob_token_ids", token_ids, "[] or null, unless logprobs is true")
+        raise refusal("logprob_token_ids", token_ids, "[] or null, unless logprobs is true")
     if token_ids and top:
-        raise _refusal("top_logprobs", top, "0 or null beside logprob_token_ids")
+        raise refusal("top_logprobs", top, "0 or null beside logprob_token_ids")
     return top if wanted and not token_ids else None
-
-
-_TIMEOUTS = ("first_token", "total")
-
-
-def _timeouts(fields: Mapping[str, Any]) -> Timeouts:
-    asked = fields.get("timeouts")
-    if asked is None:
-        return Timeouts()
-    if not isinstance(asked, dict):
-        raise _refusal("timeouts", asked, f"an object with {' and '.join(_TIMEOUTS)}, or null")
-    for name, value in asked.items():
-        if name not in _TIMEOUTS:
-            raise _refusal(f"timeouts.{name}", value, f"only {' and '.join(_TIMEOUTS)}")
-    return Timeouts(**asked)
 
 
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
@@ -315,18 +249,18 @@ def _stream_options(fields: Mapping[str, Any], *, stream: bool) -> tuple[bool, b
     if options is None:
         return False, False
     if not stream:
-        raise _refusal("stream_options", options, "null, unless stream is true")
+        raise refusal("stream_options", options, "null, unless stream is true")
     if not isinstance(options, dict):
-        raise _refusal("stream_options", options, "an object")
+        raise refusal("stream_options", options, "an object")
     for name, value in options.items():
         known = name in _STREAM_OPTIONS
         if value is not None and not (isinstance(value, bool) if known else value is False):
             allowed = "true or false" if known else f"only {' and '.join(_STREAM_OPTIONS)}"
-            raise _refusal(f"stream_options.{name}", value, allowed)
+            raise refusal(f"stream_options.{name}", value, allowed)
     include_usage, continuous = (bool(options.get(name)) for name in _STREAM_OPTIONS)
     if continuous and not include_usage:
         allowed = "false, unless include_usage is true"
-        raise _refusal("stream_options.continuous_usage_stats", continuous, allowed)
+        raise refusal("stream_options.continuous_usage_stats", continuous, allowed)
     return include_usage, continuous
 
 
@@ -337,22 +271,22 @@ def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages:
-        raise _refusal("messages", messages, "a list of at least one message")
+        raise refusal("messages", messages, "a list of at least one message")
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise _refusal(where, message, "an object with role and content")
+        raise refusal(where, message, "an object with role and content")
     role = message.get("role")
     if role not in _ROLES:
-        raise _refusal(f"{where}.role", role, ", ".join(_ROLES))
+        raise refusal(f"{where}.role", role, ", ".join(_ROLES))
     for name, value in message.items():
         if name in ("role", "content"):
             continue
         # Clients send an assistant's message back as they got it, with its empty fields.
         if value is not None and value != []:
-            raise _refusal(f"{where}.{name}", value, "only role and content are supported")
+            raise refusal(f"{where}.{name}", value, "only role and content are supported")
     # Templates know the older name of the developer's role.
     role = "system" if role == "developer" else role
     return {"role": role, "content": _content(f"{where}.content", message.get("content"))}
@@ -362,16 +296,16 @@ def _content(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise _refusal(where, content, "a string or a list of text parts")
+        raise refusal(where, content, "a string or a list of text parts")
     return "".join(_text_part(f"{where}[{i}]", part) for i, part in enumerate(content))
 
 
 def _text_part(where: str, part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
-        raise _refusal(where, part, 'a part of type "text"')
+        raise refusal(where, part, 'a part of type "text"')
     text = part.get("text")
     if not isinstance(text, str):
-        raise _refusal(f"{where}.text", text, "a string")
+        raise refusal(f"{where}.text", text, "a string")
     return text
 
 
@@ -388,19 +322,6 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | No
     if cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
     return usage
-
-
-_ID_PREFIX = "chatcmpl-"
-
-
-def completion_id(request_id: str) -> str:
-    """The id that a client sees, in OpenAI's form."""
-    return f"{_ID_PREFIX}{request_id}"
-
-
-def request_id_of(shown: str) -> str | None:
-    """The request that ``completion_id`` shows as ``shown``; None: that is no id of ours."""
-    return shown.removeprefix(_ID_PREFIX) if shown.startswith(_ID_PREFIX) else None
 
 
 def full_response(
@@ -445,6 +366,8 @@ def _choice(one: CompletionOutput, request: ChatCompletionRequest) -> dict[str, 
 _ERRORS: tuple[tuple[type[TriolegError], int, str, str | None], ...] = (
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (RequestNotFoundError, 404, "invalid_request_error", "request_not_found"),
+    (ControlsOffError, 404, "invalid_request_error", "engine_controls_off"),
+    (LoRAAdapterNotFoundError, 404, "invalid_request_error", "adapter_not_found"),
     (InvalidRequestError, 400, "invalid_request_error", None),
     (OverloadedError, 429, "rate_limit_error", None),
     (EngineUnavailableError, 503, "service_unavailable_error", "engine_unavailable"),
@@ -454,6 +377,8 @@ _ERRORS: tuple[tuple[type[TriolegError], int, str, str | None], ...] = (
     (RequestAborted, 500, "server_error", "request_aborted"),
     (ReaderTooSlow, 500, "server_error", "reader_too_slow"),
     (OutputError, 500, "server_error", "output_error"),
+    # The answer to a call by name: the engine's own words.
+    (WireError, 500, "server_error", "engine_refused"),
 )
 
 

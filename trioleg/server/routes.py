@@ -22,22 +22,23 @@ from ..errors import (
     ServerShutdown,
     TriolegError,
 )
+from ..output.pooling import PoolingState
 from ..outputs import Ending, EndingKind, RequestOutput
 from ..runtime.health import Health, LLMState
 from ..runtime.llm import LLM
 from ..runtime.request_stream import RequestStream
+from .embeddings import embedding_json, embeddings_json, parse_embeddings
 from .failures import error_response, json_response, set_retry_after
-from .incoming import FromHeaders, IncomingRequest, request_options
+from .ids import completion_id, embedding_id
+from .incoming import FromHeaders, IncomingRequest, pooling_options, request_options
 from .metrics import metrics_text
+from .model_names import adapter_cards, check_model, check_model_name
 from .protocol import (
     ChatCompletionRequest,
     RequestNotFoundError,
-    check_model,
-    completion_id,
     error_of,
     full_response,
     parse_chat_completion,
-    request_id_of,
 )
 from .stream import SSE_HEADERS, Send, serve_stream
 
@@ -74,6 +75,7 @@ class Routes:
         """Method, path and handler of everything that is served."""
         return (
             ("POST", "/v1/chat/completions", self.chat_completions),
+            ("POST", "/v1/embeddings", self.embeddings),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/requests", self.requests),
             ("DELETE", "/v1/requests/<request_id>", self.abort),
@@ -91,7 +93,7 @@ class Routes:
         await self._refuse_early(incoming)
         body = await self._body_of(incoming, arrival)
         chat = parse_chat_completion(body, self._llm.default_sampling_params)
-        check_model(chat, self._name)
+        chat = check_model(chat, self._name, self._llm.adapters.by_name)
         return self._stream(chat, arrival) if chat.stream else await self._whole(chat, arrival)
 
     async def _refuse_early(self, incoming: IncomingRequest) -> None:
@@ -121,7 +123,7 @@ class Routes:
             await serve_stream(
                 self._llm,
                 chat,
-                self._name,
+                self._shown_name(chat),
                 start,
                 send,
                 keep_alive_interval=self._keep_alive_interval,
@@ -141,18 +143,42 @@ class Routes:
         return json_response(self._body(chat, output))
 
     def _body(self, chat: ChatCompletionRequest, output: RequestOutput) -> bytes:
-        return full_response(output, chat, created=int(time.time()), model=self._name)
+        return full_response(output, chat, created=int(time.time()), model=self._shown_name(chat))
+
+    def _shown_name(self, chat: ChatCompletionRequest) -> str:
+        return self._name if chat.lora_request is None else chat.lora_request.lora_name
+
+    async def embeddings(self) -> Response:
+        """POST /v1/embeddings."""
+        incoming = cast(IncomingRequest, request)
+        arrival = incoming.arrival()
+        await self._refuse_early(incoming)
+        asked = parse_embeddings(await self._body_of(incoming, arrival))
+        check_model_name(asked.model, self._name)
+        outputs = await self._llm.embed(
+            asked.input, asked.params, tokenize=asked.tokenize, **pooling_options(asked, arrival)
+        )
+        vectors = []
+        for index, output in enumerate(outputs):
+            vectors.append(embedding_json(index, output, asked.encoding_format))
+            # There may be thousands, and others' streams do not wait for them.
+            await trio.lowlevel.checkpoint()
+        num_tokens = sum(len(one.prompt_token_ids) for one in outputs)
+        return json_response(embeddings_json(vectors, model=self._name, num_tokens=num_tokens))
 
     async def models(self) -> Response:
-        """GET /v1/models."""
+        """GET /v1/models: the model and its LoRA adapters."""
         model = {
             "id": self._name,
             "object": "model",
             "created": self._created,
             "owned_by": "trioleg",
             "max_model_len": self._llm.max_model_len,
+            "parent": None,
         }
-        return json_response(msgspec.json.encode({"object": "list", "data": [model]}))
+        adapters = self._llm.adapters.by_name
+        cards = adapter_cards(adapters, parent=self._name, created=self._created)
+        return json_response(msgspec.json.encode({"object": "list", "data": [model, *cards]}))
 
     async def requests(self) -> Response:
         """GET /v1/requests: those that the engine has and that have not ended, oldest first."""
@@ -161,8 +187,9 @@ class Routes:
 
     async def abort(self, request_id: str) -> Response:
         """DELETE /v1/requests/ID, the id as answers have it, the whole of it."""
-        own_id = request_id_of(request_id)
-        if own_id is None or not self._llm.abort(own_id):
+        live = self._llm.live_requests()
+        asked = next((one.request_id for one in live if _shown_id(one) == request_id), None)
+        if asked is None or not self._llm.abort(asked):
             raise RequestNotFoundError(
                 f"id is {request_id!r:.300}, which is no live request's; allowed: an id that GET "
                 "/v1/requests lists",
@@ -190,10 +217,15 @@ class Routes:
         return Response(metrics_text(self._llm), content_type=CONTENT_TYPE_LATEST)
 
 
+def _shown_id(stream: RequestStream) -> str:
+    is_pooling = isinstance(stream.submission.state, PoolingState)
+    return (embedding_id if is_pooling else completion_id)(stream.request_id)
+
+
 def _listed(stream: RequestStream) -> dict[str, Any]:
     age = trio.current_time() - stream.submitted_at
     return {
-        "id": completion_id(stream.request_id),
+        "id": _shown_id(stream),
         "object": "request",
         "created": math.floor(time.time() - age),
         "client_request_id": stream.external_req_id,

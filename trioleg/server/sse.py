@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 from ..outputs import CompletionOutput, RequestOutput
+from .ids import completion_id
 from .logprobs import choice_logprobs
-from .protocol import completion_id, error_body, usage_of
+from .protocol import error_body, usage_of
 
 __all__ = ["DONE", "KEEP_ALIVE", "ChatCompletionFramer", "data_line", "error_event"]
 
@@ -65,10 +66,10 @@ class _Choice:
 class ChatCompletionFramer:
     """The frames of one streamed chat completion, of ``n`` choices.
 
-    ``created``: seconds since the epoch. ``top_logprobs``: see ``choice_logprobs``. ``include_usage``: one more chunk at the end, which counts the prompt once and all
-    choices' tokens; ``continuous_usage``: in every other chunk, the prompt and the tokens of *its*
-    choice so far (vLLM's rule). ``return_token_ids``: the prompt's in the first chunk of all, the
-    output's in each.
+    ``created``: seconds since the epoch. ``top_logprobs``: see ``choice_logprobs``. ``include_usage``: one more
+    chunk at the end, which counts the prompt once and all choices' tokens; ``continuous_usage``: in every other
+    chunk, the prompt and the tokens of *its* choice so far (vLLM's rule). ``return_token_ids``: the prompt's in the
+    first chunk of all, the output's in each.
     """
 
     def __init__(
