@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 import zmq
+from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from trioleg.ipc.sockets import Context, ZmqSocket, close_sockets, make_socket
 
@@ -100,13 +102,100 @@ async def test_a_receive_is_a_checkpoint_even_with_data() -> None:
     async with open_pair(zmq.PULL, zmq.PUSH, "inproc://checkpoint") as (pull, push):
         for number in range(2):
             push.send_multipart([bytes([number])])
-        with trio.fail_after(GENEROUS_S), trio.testing.assert_checkpoints():
+        with trio.fail_after(GENEROUS_S), assert_checkpoints():
             assert await pull.recv_multipart() == [b"\0"]
         with trio.CancelScope() as scope:
             scope.cancel()
             await pull.recv_multipart()
         assert scope.cancelled_caught
         assert await pull.recv_multipart() == [b"\1"]
+
+
+async def test_a_socket_that_is_never_empty_starves_nobody() -> None:
+    """One turn for each message: whoever is ready runs as often."""
+    async with open_pair(zmq.PULL, zmq.PUSH, "inproc://never-empty") as (pull, push):
+        turns = 0
+
+        async def run_beside() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        for number in range(200):
+            push.send_multipart([b"%d" % number])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_beside)
+            for number in range(200):
+                assert await pull.recv_multipart() == [b"%d" % number]
+            nursery.cancel_scope.cancel("all has been received")
+        assert turns > 190
+
+
+async def take_edge(router: ZmqSocket, dealer: ZmqSocket, message: bytes) -> None:
+    """A message comes, and whoever looks at the socket first is not its parked reader."""
+    await wait_all_tasks_blocked()
+    dealer.send_multipart([message])
+    give_up = time.monotonic() + GENEROUS_S
+    # No checkpoint: the reader does not run, and Trio does not look at the descriptor.
+    while not router.is_readable():
+        assert time.monotonic() < give_up
+
+
+async def open_router(router: ZmqSocket, dealer: ZmqSocket) -> None:
+    dealer.send_multipart([b"hello"])
+    with trio.fail_after(GENEROUS_S):
+        assert await router.recv_multipart() == [b"\0\0", b"hello"]
+
+
+async def test_a_send_that_consumes_the_edge_wakes_the_reader() -> None:
+    async with open_pair(zmq.ROUTER, zmq.DEALER, "tcp://127.0.0.1:*") as (router, dealer):
+        await open_router(router, dealer)
+        # More than once: a descriptor that was woken by hand can be waited for again.
+        for turn in range(5):
+            got: list[bytes] = []
+            with trio.fail_after(GENEROUS_S):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(receive_into, got, router)
+                    await take_edge(router, dealer, b"%d" % turn)
+                    router.send_multipart([b"\0\0", b"an answer"])
+            assert got == [b"\0\0", b"%d" % turn]
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+async def test_a_reader_that_is_cancelled_with_a_message_there_loses_nothing(wakes: bool) -> None:
+    """Also if a send has woken it at the same moment: it has the message then, or the next one gets it."""
+    async with open_pair(zmq.ROUTER, zmq.DEALER, "tcp://127.0.0.1:*") as (router, dealer):
+        await open_router(router, dealer)
+        got: list[bytes] = []
+        with trio.fail_after(GENEROUS_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(receive_into, got, router)
+                await take_edge(router, dealer, b"first")
+                if wakes:
+                    router.send_multipart([b"\0\0", b"an answer"])
+                nursery.cancel_scope.cancel("nobody waits any more")
+            dealer.send_multipart([b"second"])
+            while got[-1:] != [b"second"]:
+                await receive_into(got, router)
+        assert [part for part in got if part != b"\0\0"] == [b"first", b"second"]
+
+
+async def test_closing_wakes_a_reader_whose_message_was_there() -> None:
+    """Closed is closed: what was not received by then is not."""
+    async with open_pair(zmq.ROUTER, zmq.DEALER, "tcp://127.0.0.1:*") as (router, dealer):
+        await open_router(router, dealer)
+
+        async def read() -> None:
+            with pytest.raises(trio.ClosedResourceError, match="this ZeroMQ socket is closed"):
+                await router.recv_multipart()
+
+        with trio.fail_after(GENEROUS_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                await take_edge(router, dealer, b"too late")
+                router.close(0.0)
+                router.close(0.0)
 
 
 async def test_a_second_reader_is_refused_and_closing_ends_the_first() -> None:
@@ -118,7 +207,7 @@ async def test_a_second_reader_is_refused_and_closing_ends_the_first() -> None:
                     await pull.recv_multipart()
 
             nursery.start_soon(first)
-            await trio.testing.wait_all_tasks_blocked()
+            await wait_all_tasks_blocked()
             with pytest.raises(trio.BusyResourceError, match="another task"):
                 await pull.recv_multipart()
             pull.close(0.0)
