@@ -13,6 +13,7 @@ import click
 
 from ..config import EngineConfig
 from ..errors import TriolegError
+from ..heap import settle_heap
 from .group import commands
 from .models import make_ready
 from .options import engine_options, log_to_stderr
@@ -93,6 +94,9 @@ def _torch(model: str, config: EngineConfig) -> Callable[[], Core]:
             raise TriolegError(
                 f"our engine needs {error.name}: pip install 'trioleg[engine]'"
             ) from error
-        return EngineCore.load(directory, config)
+        core = EngineCore.load(directory, config)
+        # A step reads every weight once, and in pages of 4 KiB spends much of its time on finding them.
+        settle_heap()
+        return core
 
     return load
