@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from engine_helpers import wire_request
 
-from trioleg.engine.attention import group_chunks, plan_group
+from trioleg.engine.attention import AttentionGroup, group_chunks, plan_group
 from trioleg.engine.request import Request
 from trioleg.engine.scheduler import Chunk
 
@@ -29,19 +31,42 @@ def test_each_chunk_of_a_prompt_is_alone() -> None:
     assert groups(chunk(0, 5), chunk(9), chunk(0, 5)) == [[10], [5], [5]]
 
 
+def plan(*chunks: Chunk, windows: Collection[int | None] = (None,)) -> AttentionGroup:
+    """Blocks of four tokens, the tenth of them the one that pads."""
+    return plan_group(chunks, cache=torch.zeros(10, 4, 2, 1, 8), windows=windows)
+
+
+def with_blocks(one: Chunk, *block_ids: int) -> Chunk:
+    one.request.block_ids += block_ids
+    return one
+
+
 def test_one_mask_for_each_window() -> None:
-    prompt = chunk(1, 3)
-    prompt.request.block_ids.append(0)
-    group = plan_group(
-        [prompt],
-        block_size=4,
-        null_block=9,
-        windows={None, 2},
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    seen = {window: (mask[0, 0] == 0).int().tolist() for window, mask in group.masks.items()}
-    assert seen == {
-        None: [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]],
-        2: [[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]],
+    group = plan(with_blocks(chunk(1, 3), 0), windows={None, 2, 4})
+    seen = {
+        window: None if mask is None else (mask[0, 0] == 0).int().tolist()
+        for window, mask in group.masks.items()
     }
+    rows_2 = [[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    rows = [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    assert seen == {None: rows, 4: rows, 2: rows_2}
+
+
+def test_no_mask_where_only_later_tokens_are_hidden() -> None:
+    whole, one, two = (
+        with_blocks(chunk(0, 6), 3, 1),
+        with_blocks(chunk(5), 3, 1),
+        with_blocks(chunk(5), 0, 2),
+    )
+    for group in (plan(whole, windows={None, 6}), plan(one, two, windows={None, 6})):
+        assert group.masks == {None: None, 6: None}
+    assert plan(whole, windows={5}).masks[5] is not None
+    assert plan(one, with_blocks(chunk(4), 0, 2)).masks[None] is not None
+
+
+def test_a_sequence_alone_in_neighbouring_blocks_is_read_in_place() -> None:
+    assert plan(with_blocks(chunk(9), 4, 5, 6)).blocks == slice(4, 7)
+    for blocks in [(4, 6, 5), (4, 5, 7)]:
+        found = plan(with_blocks(chunk(9), *blocks)).blocks
+        assert isinstance(found, torch.Tensor)
+        assert found.tolist() == list(blocks)

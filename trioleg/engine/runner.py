@@ -55,9 +55,9 @@ class ModelRunner:
             heads,
             head_dim,
         )
+        # Kept beside the model, which may be away when the cache is taken anew.
         self._dtype = model.dtype
         self._block_size = block_size
-        self._null_block = num_blocks
         self.take_cache()
 
     def take_model(self, model: CausalLM) -> None:
@@ -68,7 +68,7 @@ class ModelRunner:
         """Memory for the cache. What was in it before ``release`` is lost."""
         # Not zeroed: on CPU untouched memory stays uncommitted, and a block is cleared when it is given out.
         self._cache = torch.empty(self._cache_shape, dtype=self._dtype, device=self.device)
-        self._cache[:, self._null_block] = 0
+        self._cache[:, -1] = 0
 
     def release(self, what: Iterable[str]) -> None:
         """Gives memory back, of "weights" and "kv_cache". Nothing may run until both are taken again."""
@@ -126,16 +126,7 @@ class ModelRunner:
         groups = []
         for group in group_chunks(chunks, self._block_size):
             ordered += group
-            groups.append(
-                plan_group(
-                    group,
-                    block_size=self._block_size,
-                    null_block=self._null_block,
-                    windows=self.model.windows,
-                    dtype=self._dtype,
-                    device=device,
-                )
-            )
+            groups.append(plan_group(group, cache=self._cache[0], windows=self.model.windows))
         ids: list[int] = []
         sample_rows: list[int] = []
         for chunk in ordered:
