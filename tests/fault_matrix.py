@@ -124,7 +124,7 @@ def full_text(index: int, tokens: int) -> str:
 
 def _engine_ids(struck: Struck) -> list[str]:
     assert struck.stream is not None
-    return [one.request_id for one in struck.stream.submission.engine_requests]
+    return struck.stream.submission.engine_request_ids
 
 
 def _report(

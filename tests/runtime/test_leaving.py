@@ -80,7 +80,7 @@ async def test_a_reader_that_leaves_in_any_phase(
         with trio.CancelScope(shield=True):
             await wait_all_tasks_blocked()
             (ids,) = aborted_ids(transport)
-            assert ids == [one.request_id for one in stream.submission.engine_requests]
+            assert ids == stream.submission.engine_request_ids
             assert len(ids) == n
             assert llm.statistics().endings == {EndingKind.LEFT: 1}
             await check_only_the_occupant_lives(phase, llm, transport)

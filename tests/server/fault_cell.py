@@ -104,7 +104,7 @@ class Cell:
     def engine_ids(self) -> list[str]:
         if self.stream is None:
             return []
-        return [one.request_id for one in self.stream.submission.engine_requests]
+        return self.stream.submission.engine_request_ids
 
     # ------------------------------------------------------------------ the players
 

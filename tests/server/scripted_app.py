@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,12 +21,15 @@ from trioleg.config import LLMConfig, ServerConfig
 from trioleg.messages import EngineCoreRequest
 from trioleg.runtime.llm import LLM
 from trioleg.server.app import create_app
+from trioleg.server.http1 import DIRECT_BODY
+from trioleg.server.stream import DirectBody
 from trioleg.testing import Script, ScriptedTransport, open_scripted_llm
 from trioleg.tokenizer import Tokenizer
 
 __all__ = [
     "MESSAGES",
     "Answer",
+    "DirectWay",
     "ScriptedApp",
     "call",
     "chat_tokenizer",
@@ -42,7 +45,7 @@ _TEMPLATE = "<s>{% for one in messages %}{{ one.content }}{% endfor %}"
 class Answer:
     """What a client has got so far: ``parts`` are (time, bytes). ``reads`` unset: the client takes one
     more part and then nothing; ``leave`` set: it hangs up. ``pause``: seconds that it takes over
-    each part; ``body_after``: that it takes over its body."""
+    each part; ``body_after``: that it takes over its body. ``direct``: the server's short way to it."""
 
     status: int | None = None
     headers: dict[bytes, bytes] = field(default_factory=dict)
@@ -52,6 +55,7 @@ class Answer:
     leave: trio.Event = field(default_factory=trio.Event)
     pause: float = 0.0
     body_after: float = 0.0
+    direct: DirectBody | None = None
 
     @property
     def body(self) -> bytes:
@@ -65,6 +69,25 @@ class Answer:
     def error(self) -> dict[str, Any]:
         error: dict[str, Any] = json.loads(self.body)["error"]
         return error
+
+
+class DirectWay:
+    """A short way to the client of ``answer``, that is free where ``chance`` has it so. ``num_parts`` went it."""
+
+    def __init__(self, answer: Answer, chance: Callable[[], bool] = lambda: True) -> None:
+        self.num_parts = 0
+        self._answer = answer
+        self._chance = chance
+
+    @property
+    def is_free(self) -> bool:
+        return self._chance()
+
+    def write(self, data: bytes) -> None:
+        assert self._answer.status is not None
+        assert not self._answer.is_whole
+        self._answer.parts.append((trio.current_time(), data))
+        self.num_parts += 1
 
 
 @dataclass
@@ -140,6 +163,7 @@ async def call(
         "query_string": query.encode(),
         "raw_path": path.encode(),
         "headers": [*_SCOPE["headers"], *more],
+        "extensions": {} if answer.direct is None else {DIRECT_BODY: {"body": answer.direct}},
     }
     await app(scope, receive, send)
     return answer
@@ -155,7 +179,6 @@ _SCOPE: Any = {
     "headers": [(b"content-type", b"application/json"), (b"host", b"test")],
     "client": ("127.0.0.1", 1),
     "server": ("127.0.0.1", 2),
-    "extensions": {},
 }
 
 

@@ -38,6 +38,7 @@ CALLS: dict[Any, str] = {
     stream_events.Response: "stream_id headers status_code",
     stream_events.StreamClosed: "stream_id",
     utils.parse_socket_addr: "family address",
+    utils.suppress_body: "method status_code",
     utils.wrap_app: "app wsgi_max_body_size mode",
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import trio
-from scripted_app import Answer, open_app
+from scripted_app import Answer, DirectWay, open_app
 from sse_grammar import read_stream
 from test_streaming_protocol import play
 from trio.testing import MockClock, wait_all_tasks_blocked
@@ -19,6 +19,7 @@ from trioleg.config import ServerConfig
 from trioleg.errors import InvalidRequestError
 from trioleg.output.submission import make_pooling_submission
 from trioleg.outputs import CompletionOutput, Ending, EndingKind, RequestOutput
+from trioleg.runtime.burst import Burst
 from trioleg.runtime.mailbox import Mailbox
 from trioleg.runtime.request_stream import RequestStream
 from trioleg.sampling_params import PoolingParams, SamplingParams
@@ -60,6 +61,46 @@ async def test_none_while_tokens_come(autojump_clock: MockClock, interval: float
     assert read_stream(answer.body).num_comments == 0
 
 
+def direct_answer() -> tuple[Answer, DirectWay]:
+    answer = Answer()
+    answer.direct = way = DirectWay(answer)
+    return answer, way
+
+
+async def test_none_while_tokens_go_past_the_loop(autojump_clock: MockClock) -> None:
+    config = ServerConfig(sse_keep_alive_interval=1)
+    answer, way = direct_answer()
+    async with open_app(play(*"abc" * 20, step_interval_s=0.3), config) as app:
+        await app.ask(answer, stream=True)
+    stream = read_stream(answer.body)
+    assert (stream.num_comments, stream.choices[0].content) == (0, "abc" * 20)
+    assert way.num_parts > 50
+
+
+async def test_silence_is_counted_from_what_went_past_the_loop(autojump_clock: MockClock) -> None:
+    """However the tokens lie to the loop's own timer: a proxy that closes after 1 s does not know of it."""
+    config = ServerConfig(sse_keep_alive_interval=1)
+    answer, way = direct_answer()
+    script = play(*"abca", step_interval_s=0.3, faults=[{"after_steps": 3, "how": "hang"}])
+    async with open_app(script, config) as app:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(app.ask, answer, stream=True))
+            await trio.sleep(3)
+            app.llm.shut_down("enough")
+    assert way.num_parts == 2
+    last_token = max(at for at, part in answer.parts if b'"content":"c"' in part)
+    assert comments(answer, last_token) == [1, 2]
+
+
+async def test_outputs_past_the_loop_without_a_frame_are_silence(autojump_clock: MockClock) -> None:
+    config = ServerConfig(sse_keep_alive_interval=1)
+    answer, _ = direct_answer()
+    async with open_app(play(*"abcabcabc", step_interval_s=0.4), config) as app:
+        await app.ask(answer, stream=True, stream_interval=8)
+    stream = read_stream(answer.body)
+    assert (stream.num_comments, stream.choices[0].content) == (3, "abcabcabc")
+
+
 async def test_outputs_without_a_frame_are_silence(autojump_clock: MockClock) -> None:
     """What waits for the stream interval makes no frame, so a proxy sees nothing of it."""
     config = ServerConfig(sse_keep_alive_interval=1)
@@ -74,7 +115,7 @@ async def test_outputs_without_a_frame_are_silence(autojump_clock: MockClock) ->
 class OneStream:
     """As much of an ``LLM`` as ``serve_stream`` needs."""
 
-    tracer = None
+    tracer, burst = None, Burst()
 
     def __init__(self) -> None:
         submission = make_pooling_submission("r", [1], PoolingParams())

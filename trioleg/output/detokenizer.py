@@ -119,6 +119,25 @@ class NoDetokenizer:
 class IncrementalDetokenizer:
     """See ``Detokenizer``."""
 
+    __slots__ = (
+        "_backend",
+        "_context",
+        "_decoder",
+        "_foreign_finished",
+        "_foreign_whole",
+        "_include_stop",
+        "_joins_added",
+        "_kind",
+        "_last_was_added",
+        "_min_tokens",
+        "_pieces",
+        "_skip_special",
+        "_stop",
+        "_unsent",
+        "_vocab_size",
+        "num_output_tokens",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer,

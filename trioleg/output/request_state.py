@@ -52,6 +52,27 @@ class RequestState:
     ``stream_interval``: the least that the server allows. ``arrival``: by our monotonic clock.
     """
 
+    __slots__ = (
+        "_finals",
+        "_is_delta",
+        "_is_final_only",
+        "_num_unfinished",
+        "_prompt_logprobs",
+        "arrival",
+        "choices",
+        "detokenizer",
+        "has_failed",
+        "interval",
+        "max_tokens",
+        "num_cached_tokens",
+        "on_prompt_done",
+        "params",
+        "prompt_token_ids",
+        "request_id",
+        "sink",
+        "tokenizer",
+    )
+
     def __init__(
         self,
         request_id: str,
@@ -76,7 +97,7 @@ class RequestState:
         self.arrival = arrival
         self.num_cached_tokens: int | None = None
         # Called once, with the first token: the request waits no more.
-        self.on_prompt_done: Callable[[], None] = lambda: None
+        self.on_prompt_done: Callable[[], None] = _nothing
         # A bad ending has been reported, and is the only one.
         self.has_failed = False
         self.choices = [ChoiceState(self, index) for index in range(params.n)]
@@ -114,6 +135,7 @@ class RequestState:
     def note_prompt_done(self) -> None:
         """Called with the first token. Raises ``OutputError``."""
         self.on_prompt_done()
+        self.on_prompt_done = _nothing
         asked = self.params.prompt_logprobs is not None and len(self.prompt_token_ids) > 1
         if asked and self._prompt_logprobs is None:
             raise OutputError("prompt_logprobs were asked for; the engine sent none")
@@ -157,6 +179,26 @@ class RequestState:
 
 class ChoiceState:
     """One of the request's answers, as the engine has it under ``engine_request_id``."""
+
+    __slots__ = (
+        "_all_logprobs",
+        "_all_token_ids",
+        "_cumulative_logprob",
+        "_detokenizer",
+        "_has_sent_tokens",
+        "_interval",
+        "_is_delta",
+        "_is_final_only",
+        "_logprobs",
+        "_texts",
+        "_token_ids",
+        "_wanted_logprobs",
+        "engine_request_id",
+        "index",
+        "is_finished",
+        "request",
+        "times",
+    )
 
     def __init__(self, request: RequestState, index: int) -> None:
         params = request.params
@@ -310,6 +352,10 @@ class ChoiceState:
                 entries = list(self._all_logprobs)
             output.logprobs, output.cumulative_logprob = entries, self._cumulative_logprob
         return output
+
+
+def _nothing() -> None:
+    pass
 
 
 def _cut_behind(token_ids: list[int], stop_token_id: int) -> None:

@@ -48,10 +48,15 @@ def default_sampling_params(tokenizer: Tokenizer, **asked: Any) -> SamplingParam
 @dataclass(frozen=True, slots=True)
 class Submission:
     """``state`` is for the output processor, and first; then ``engine_requests`` go to the engine: one
-    for each choice."""
+    for each choice, and none once it has them."""
 
     state: RequestState | PoolingState
     engine_requests: list[EngineCoreRequest]
+
+    @property
+    def engine_request_ids(self) -> list[str]:
+        """The ids under which the engine has it."""
+        return [choice.engine_request_id for choice in self.state.choices]
 
 
 def make_submission(

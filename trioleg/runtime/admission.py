@@ -40,6 +40,16 @@ class Slot:
     ``is_one_of_many``: it was admitted with others, and is not turned away without them.
     """
 
+    __slots__ = (
+        "_admission",
+        "_is_held",
+        "_is_one_of_many",
+        "_is_queued",
+        "_num_choices",
+        "_num_tokens",
+        "_started_at",
+    )
+
     def __init__(
         self,
         admission: Admission,

@@ -37,6 +37,7 @@ from ..messages import (
 from ..output.processor import OutputProcessor, ProcessedOutputs, ProcessorStatistics
 from ..output.stats import IterationStats
 from ..outputs import Ending, EndingKind
+from .burst import Burst
 from .contact import Contact, ContactEvents
 from .endings import one_line
 from .engine_watch import EngineWatch
@@ -115,6 +116,7 @@ class EngineLink(EngineUtilities):
         config: LLMConfig,
         observers: Observers,
         unread: Unread,
+        burst: Burst,
         watch: EngineWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -130,6 +132,7 @@ class EngineLink(EngineUtilities):
         self.supported_tasks = frozenset({"generate"})
         self._observers = observers
         self._unread = unread
+        self._burst = burst
         self._transport = transport
         self._decode = make_output_decoder(ready.vllm_version)
         self._watch = watch or EngineWatch()
@@ -325,6 +328,7 @@ class EngineLink(EngineUtilities):
         stats = None if self._observers.stats_logger is None else IterationStats()
         for start in range(0, len(outputs), self._chunk_size):
             end = start + self._chunk_size
+            self._burst.open()
             processed = self._processor.process(
                 outputs[start:end],
                 frames=frames,
@@ -335,6 +339,7 @@ class EngineLink(EngineUtilities):
             # Every request here has a mailbox; the returned list is for batch use.
             assert not processed.request_outputs
             self._settle(processed)
+            self._burst.flush()
             if end < len(outputs):
                 # Others run between slices; a cancel waits, or the later slices would be lost.
                 with trio.CancelScope(shield=True):

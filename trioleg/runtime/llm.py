@@ -33,6 +33,7 @@ from ..timeouts import Timeouts
 from ..tokenizer import Tokenizer
 from .adapters import Adapters
 from .arrival import PoolingOptions, RequestOptions
+from .burst import Burst
 from .engine_link import EngineLink, EngineLinkStatistics
 from .engines import Engine, OpenEngine
 from .entrance import Entrance
@@ -93,6 +94,8 @@ class LLM(EngineUtilities):
         self._observers = Observers()
         self._clock = clock
         self._unread = Unread(config.unread_max_bytes)
+        # Where a reader that has lent an outlet (``RequestStream.serving``) has its outputs written.
+        self.burst = Burst()
         self.adapters = Adapters(config.lora_modules, lambda: self._supervisor.ready_link())
         self._supervisor = Supervisor(
             open_engine, self._make_link, config, restore=self.adapters.restore
@@ -115,6 +118,7 @@ class LLM(EngineUtilities):
             config=self._config,
             observers=self._observers,
             unread=self._unread,
+            burst=self.burst,
             watch=engine.watch,
             clock=self._clock,
         )

@@ -4,10 +4,14 @@
 (``output/merge.py``), so a client that stops reading can neither stop the link nor grow its memory
 beyond ``max_bytes``, and all readers together have a bound, too (``unread.py``). A reader that waits is
 woken by the first ``put`` and finds, when it runs, everything that came meanwhile.
+
+A reader may lend an ``outlet``. While it waits, an output is offered to that first, and the reader sleeps on if it
+is taken: to wake a task for each token costs more than what the task then does with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +54,7 @@ class Mailbox:
         "_reader",
         "_tally",
         "num_counted",
+        "outlet",
     )
 
     def __init__(self, *, aggregate: bool, max_bytes: int, tally: Tally | None = None) -> None:
@@ -61,6 +66,8 @@ class Mailbox:
         self.num_counted = 0
         self._count_from = _COUNTED_STEP
         self._reader: trio.lowlevel.Task | None = None
+        # False: not taken. It neither waits nor keeps what it has not taken.
+        self.outlet: Callable[[Any], bool] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +79,9 @@ class Mailbox:
 
         Even then the output is kept: nothing that was decoded is lost.
         """
+        # Nothing is unread while the reader waits, so what the outlet takes is next.
+        if self.outlet is not None and self._reader is not None and self.outlet(output):
+            return True
         self._merger.put(output)
         num_bytes = self._merger.num_bytes
         if num_bytes > self._max_num_bytes:

@@ -49,6 +49,8 @@ class Outbox:
             sent.append(request.request_id)
         else:
             if sent:
+                # They are the engine's now, and a stream may be long.
+                stream.submission.engine_requests.clear()
                 return True
         if sent:
             self.abort(sent)

@@ -29,6 +29,19 @@ class RequestStream:
     Iterating is receiving until ``trio.EndOfChannel``.
     """
 
+    __slots__ = (
+        "_closed",
+        "_ending",
+        "_on_end",
+        "_serving",
+        "external_req_id",
+        "mailbox",
+        "prompt_token_ids",
+        "request_id",
+        "submission",
+        "submitted_at",
+    )
+
     def __init__(
         self,
         submission: Submission,
@@ -133,18 +146,26 @@ class RequestStream:
         self.mailbox.wake()
 
     @contextmanager
-    def serving(self) -> Iterator[trio.CancelScope]:
+    def serving(
+        self, outlet: Callable[[RequestOutput], bool] | None = None
+    ) -> Iterator[trio.CancelScope]:
         """One cancel scope for a whole loop of receiving and writing.
 
         It is cancelled when the request ends badly, also while the loop writes to a client that does
         not read. After the block, ``ending`` tells what happened, and ``receive_nowait`` what is
         still unread.
+
+        ``outlet``: gets an output while the reader waits in ``receive``, which then goes on waiting. It is called
+        by the link, within the step, so it must not block; it returns False, and has done nothing, if ``receive``
+        is to return the output. What it raises ends the request. Bytes to write go to ``LLM.burst``.
         """
         with trio.CancelScope() as scope:
             self._serving = scope
+            self.mailbox.outlet = outlet
             if self._ending is not None and self._ending.error() is not None:
                 scope.cancel(reason=f"request {self.request_id} ended: {self._ending.kind}")
             try:
                 yield scope
             finally:
+                self.mailbox.outlet = None
                 self._serving = None

@@ -134,30 +134,15 @@ class Requests:
                 )
             slot.take_prompt(len(prompt_token_ids))
             # From here to `yield` nothing waits: registering and sending are one step.
-            mailbox = Mailbox(
-                aggregate=aggregate, max_bytes=self._config.mailbox_max_bytes, tally=self._unread
-            )
             with self._entrance.turning_away():
-                link = self._entrance.link_of_the_admitted()
                 if lora_request is not None:
                     adapter = self._adapters.current(lora_request)
                     make_submission = partial(make_submission, lora_request=adapter)
-                submission = make_submission(
-                    request_id,
-                    prompt_token_ids,
-                    max_model_len=link.ready.max_model_len,
-                    sink=mailbox,
-                    arrival=arrival.by_clock,
+                stream = self._submit(
+                    request_id, prompt_token_ids, make_submission, slot, arrival, aggregate
                 )
-                if isinstance(submission.state, RequestState):
-                    submission.state.on_prompt_done = slot.start
-                stream = RequestStream(
-                    submission,
-                    mailbox,
-                    on_end=partial(self._stream_ended, link, arrival, slot),
-                    external_req_id=arrival.external_req_id,
-                )
-                link.submit(stream)
+            # All that it needs it has, and it may be long.
+            del prompt, prompt_token_ids, make_submission, constraint, tokenize
             self.deadlines.add(stream, arrival.timeouts, arrival.at)
             self.streams[request_id] = stream
             try:
@@ -169,6 +154,37 @@ class Requests:
             # Before this, at the request's end, unless it never began.
             slot.release()
             self._adapters.release(lora_request)
+
+    def _submit(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        make_submission: MakeSubmission,
+        slot: Slot,
+        arrival: Arrival,
+        aggregate: bool,
+    ) -> RequestStream:
+        link = self._entrance.link_of_the_admitted()
+        mailbox = Mailbox(
+            aggregate=aggregate, max_bytes=self._config.mailbox_max_bytes, tally=self._unread
+        )
+        submission = make_submission(
+            request_id,
+            prompt_token_ids,
+            max_model_len=link.ready.max_model_len,
+            sink=mailbox,
+            arrival=arrival.by_clock,
+        )
+        if isinstance(submission.state, RequestState):
+            submission.state.on_prompt_done = slot.start
+        stream = RequestStream(
+            submission,
+            mailbox,
+            on_end=partial(self._stream_ended, link, arrival, slot),
+            external_req_id=arrival.external_req_id,
+        )
+        link.submit(stream)
+        return stream
 
     async def _prepare(
         self,

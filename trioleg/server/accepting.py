@@ -124,13 +124,13 @@ class Acceptor:
                     if stream is not None:
                         # Each wait for a turn is as long as a thousand streams' work, under load.
                         for one in [stream, *_queued(plain, _MORE_AT_ONCE)]:
-                            connections.start_soon(self._take, one, tls)
+                            connections.start_soon(self._take, one, tls, name="connection")
                         # So that those who are refused count before the next ones are taken.
                         await trio.lowlevel.checkpoint()
             finally:
                 self._give_up_kept()
                 for stream in _queued(plain, _MORE_AT_THE_END):
-                    connections.start_soon(self._serve, stream, tls)
+                    connections.start_soon(self._serve, stream, tls, name="connection")
 
     async def _take(self, stream: trio.SocketStream, tls: ssl.SSLContext | None) -> None:
         # Asked here, where those before it count already.

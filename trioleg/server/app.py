@@ -9,8 +9,8 @@ forget of a group of errors (all but the first that has a handler, and all of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Awaitable, Coroutine, Sequence
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import trio
@@ -18,6 +18,7 @@ from quart import Response, current_app, request
 from quart.utils import encode_headers
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
+from werkzeug.datastructures import Headers
 from werkzeug.exceptions import (
     HTTPException,
     MethodNotAllowed,
@@ -30,11 +31,12 @@ from ..config import ServerConfig
 from ..runtime.llm import LLM
 from .authentication import OPEN_PATHS, REFUSAL, is_authorized
 from .controls import Controls
-from .failures import error_response, json_response, one_error, ungrouped
+from .failures import error_response, json_response, one_error
+from .http1 import DIRECT_BODY
 from .incoming import IncomingRequest
 from .model_names import check_adapter_names
 from .protocol import error_body
-from .routes import EventStreamResponse, Routes
+from .routes import EventStreamResponse, Routes, ServeEvents
 
 __all__ = ["create_app"]
 
@@ -74,6 +76,16 @@ class _App(QuartTrio):
         self.request_class = IncomingRequest
         self._llm = llm
 
+    # As Quart's, without a frame of their own for as long as a stream runs.
+
+    def __call__(self, scope: Any, receive: Any, send: Any) -> Coroutine[Any, Any, None]:
+        return self.asgi_app(scope, receive, send)
+
+    def asgi_app(self, scope: Any, receive: Any, send: Any) -> Coroutine[Any, Any, None]:
+        if scope["type"] == "http":
+            return self.asgi_http_class(self, scope)(receive, send)
+        return super().asgi_app(scope, receive, send)
+
     # Async, though it awaits nothing, because Quart runs a plain function in a thread.
     async def error_response(self, error: Exception) -> Response:  # noqa: ASYNC124
         return error_response(error, self._llm.health())
@@ -85,7 +97,23 @@ class _App(QuartTrio):
 
 
 class _HTTPConnection(TrioASGIHTTPConnection):
-    """One request. The nursery round it is quart-trio's: a disconnect cancels it."""
+    """One request, which a disconnect cancels. While its stream runs, the request itself is kept by nobody, and under
+    our own server there is no task but the one that writes: streams are many."""
+
+    async def __call__(self, receive: Any, send: Any) -> None:
+        async with trio.open_nursery() as nursery:
+            await self._answer(await self._response(nursery, receive, send), send)
+            nursery.cancel_scope.cancel(reason="the response is complete")
+
+    def _answer(self, response: Any, send: Any) -> Awaitable[None]:
+        if isinstance(response, EventStreamResponse):
+            return self._serve_events(response.serve, response.headers, send)
+        return self._send_response(send, response)
+
+    async def _response(self, nursery: trio.Nursery, receive: Any, send: Any) -> Any:
+        request = self._create_request_from_scope(send)
+        nursery.start_soon(self.handle_messages, nursery, request, receive)
+        return await self.app.handle_request(request)
 
     async def handle_messages(  # type: ignore[override]  # quart-trio's own signature
         self, nursery: trio.Nursery, request: Any, receive: Any
@@ -93,37 +121,59 @@ class _HTTPConnection(TrioASGIHTTPConnection):
         # To receive is to ask for the body. Whoever waits for that hears nothing else meanwhile.
         if request.waits_to_be_asked:
             await request.body_is_wanted.wait()
-        await super().handle_messages(nursery, request, receive)
+        cancel_at_disconnect = self._extension.get("cancel_at_disconnect")
+        if cancel_at_disconnect is None:
+            await super().handle_messages(nursery, request, receive)
+            return
+        cancel_at_disconnect(nursery.cancel_scope)
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            request.body.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        request.body.set_complete()
 
-    async def handle_request(  # type: ignore[override]  # quart-trio's own signature
-        self, nursery: trio.Nursery, request: Any, send: Any
-    ) -> None:
-        response = await self.app.handle_request(request)
-        if isinstance(response, EventStreamResponse):
-            await self._serve_events(response, send)
-        else:
-            await self._send_response(send, response)
-        nursery.cancel_scope.cancel(reason="the response is complete")
+    @property
+    def _extension(self) -> dict[str, Any]:
+        """Of our own server (``DIRECT_BODY``); empty under another one."""
+        extension: dict[str, Any] = (self.scope.get("extensions") or {}).get(DIRECT_BODY, {})
+        return extension
 
-    async def _serve_events(self, response: EventStreamResponse, send: Any) -> None:
-        is_started = False
+    async def _serve_events(self, serve: ServeEvents, headers: Headers, send: Any) -> None:
+        head: Headers | None = headers
+        del headers
 
         async def start() -> None:
-            nonlocal is_started
-            is_started = True
-            headers = encode_headers(response.headers)
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            nonlocal head
+            assert head is not None, "a response has one head"
+            encoded = [_encoded_header(*one) for one in head]
+            head = None
+            await send({"type": "http.response.start", "status": 200, "headers": encoded})
 
         try:
-            with ungrouped(f"{self.scope['method']} {self.scope['path']}"):
-                await response.serve(start, send)
+            events = serve(start, send, self._extension.get("body"))
+            del serve  # which has the request
+            try:
+                await events
+            except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - one is raised
+                where = f"{self.scope['method']} {self.scope['path']}"
+                raise one_error(error, where)  # noqa: B904 - it is one of those that were caught
         except Exception as error:  # noqa: BLE001 - it has been logged, and is to be answered
-            if is_started:
+            if head is None:
                 return  # without the end of the body: it must not look complete
-            failure = await cast(_App, self.app).error_response(error)
-            if "X-Request-Id" in response.headers:
-                failure.headers["X-Request-Id"] = response.headers["X-Request-Id"]
-            await self._send_response(send, failure)
+            answer = await cast(_App, self.app).error_response(error)
+            if "X-Request-Id" in head:
+                answer.headers["X-Request-Id"] = head["X-Request-Id"]
+            await self._send_response(send, answer)
+
+
+# Streams are many, and their heads are nearly the same.
+@lru_cache(maxsize=256)
+def _encoded_header(name: str, value: str) -> tuple[bytes, bytes]:
+    ((encoded_name, encoded_value),) = encode_headers(Headers([(name, value)]))
+    return encoded_name, encoded_value
 
 
 # These are async, though they await nothing, because Quart runs a plain function in a thread.

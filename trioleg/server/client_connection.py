@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import trio
@@ -32,6 +31,7 @@ from hypercorn.config import Config
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import (
     AppWrapper,
+    ASGIFramework,
     ASGIReceiveEvent,
     ASGISendEvent,
     ConnectionState,
@@ -40,8 +40,9 @@ from hypercorn.typing import (
 )
 from hypercorn.utils import parse_socket_addr
 
+from .app_call import AppCall
 from .client_stream import ClientStream, HandshakeFailed, PlainStream, TlsStream
-from .http1 import Http1
+from .http1 import DIRECT_BODY, Http1
 
 __all__ = ["ClientConnection", "ConnectionLimits", "RunningRequests", "Shared"]
 
@@ -90,15 +91,14 @@ class RunningRequests:
         self._running: set[object] = set()
         self._ends = trio.lowlevel.ParkingLot()
 
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        request = object()
+    def add(self, request: object) -> None:
+        """It begins."""
         self._running.add(request)
-        try:
-            yield
-        finally:
-            self._running.remove(request)
-            self._ends.unpark_all()
+
+    def remove(self, request: object) -> None:
+        """It has ended."""
+        self._running.remove(request)
+        self._ends.unpark_all()
 
     async def wait_for_those_of_now(self) -> None:
         """Returns when all have ended that are running now; those that come meanwhile are not waited for, or probes
@@ -113,7 +113,9 @@ class RunningRequests:
 class Shared:
     """What all connections of a server have in common."""
 
-    app: AppWrapper
+    app: ASGIFramework
+    # As Hypercorn's code hands it round.
+    wrapped_app: AppWrapper
     config: Config
     limits: ConnectionLimits
     context: WorkerContext
@@ -127,23 +129,47 @@ class ClientConnection:
     ``gone``: nothing is sent any more, for the client has left, or a write was cut, or we close.
     """
 
+    __slots__ = (
+        "_app",
+        "_backlog",
+        "_call",
+        "_idle_since",
+        "_leaves",
+        "_limits",
+        "_nursery",
+        "_protocol",
+        "_reading",
+        "_running",
+        "_stream",
+        "_writing",
+        "gone",
+        "is_free",
+    )
+
     def __init__(
         self, shared: Shared, stream: trio.SocketStream, tls: ssl.SSLContext | None = None
     ) -> None:
         socket = stream.socket
         self._limits = shared.limits
         self._running = shared.running
+        self._app = shared.app
         self._stream: ClientStream = PlainStream(stream) if tls is None else TlsStream(stream, tls)
         self._nursery: trio.Nursery
         self._reading = trio.CancelScope()
-        self._writing = trio.Lock()
-        self._to_app: trio.MemorySendChannel[ASGIReceiveEvent] | None = None
+        # Made when a write has to wait, which in most connections none does.
+        self._writing: trio.Lock | None = None
+        # Of ``write_at_once``: what the kernel did not take.
+        self._backlog = b""
+        # A write may begin without a wait: see ``_note_free``. Never so under TLS, where encrypting passes checkpoints.
+        self.is_free = not self._stream.is_tls
+        # The latest.
+        self._call: AppCall | None = None
         self._idle_since = trio.current_time()
         # Closes as soon as it has nothing to do.
         self._leaves = False
         self.gone = False
         self._protocol = Http1(
-            shared.app,
+            shared.wrapped_app,
             shared.config,
             shared.context,
             self,
@@ -215,14 +241,20 @@ class ClientConnection:
             if self.gone or protocol.closing:
                 return
             data = await self._receive()
-            if data:
-                await protocol.feed(data)
-                if protocol.read_ahead > self._limits.max_read_ahead:
-                    self._lose()
-            elif data is not None:
-                if protocol.idle:
-                    await protocol.feed(b"")
+            if data is not None:
+                await self._take(data)
+            # In a stream the next of it may be a long time in coming.
+            del data
+
+    async def _take(self, data: bytes) -> None:
+        if data:
+            await self._protocol.feed(data)
+            if self._protocol.read_ahead > self._limits.max_read_ahead:
                 self._lose()
+        else:
+            if self._protocol.idle:
+                await self._protocol.feed(b"")
+            self._lose()
 
     async def _receive(self) -> bytes | None:
         """What the client sent, ``b""`` at its end, None when there may be something else to do."""
@@ -247,12 +279,13 @@ class ClientConnection:
 
     def hang_up(self) -> None:
         """The app's ``receive`` says ``http.disconnect`` from now on; the connection's task looks up."""
-        if self._to_app is not None:
-            self._to_app.close()
+        if self._call is not None:
+            self._call.close()
         self._reading.cancel("the response is complete, or the client has gone")
 
     def _lose(self) -> None:
         self.gone = True
+        self._note_free()
         self.hang_up()
 
     async def _close(self, *, lingers: bool) -> None:
@@ -273,7 +306,7 @@ class ClientConnection:
 
     async def _finish(self) -> None:
         """What was sent is all. A cut answer must not look whole: it ends without the word for that."""
-        if self._protocol.is_cut or self._writing.locked():
+        if self._protocol.is_cut or self._backlog or self._is_writing:
             self._stream.socket.shutdown(trio.socket.SHUT_WR)
         else:
             await self._stream.finish()
@@ -309,16 +342,44 @@ class ClientConnection:
             await trio.lowlevel.checkpoint()
             return
         try:
-            sent = 0 if self._writing.locked() else self._stream.write_now(data)
+            sent = self._stream.write_now(data) if self.is_free else 0
         except OSError:
             self._lose()
             return
         if sent < len(data):
-            await self._write_rest(memoryview(data)[sent:])
+            await self._write_rest(data[sent:])
 
-    async def _write_rest(self, rest: memoryview) -> None:
+    def _note_free(self) -> None:
+        """A plain attribute, and not a question that each token asks anew."""
+        is_waiting = bool(self._backlog) or self._is_writing
+        self.is_free = not (is_waiting or self.gone or self._stream.is_tls)
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._writing is not None and self._writing.locked()
+
+    def write_at_once(self, data: bytes) -> None:
+        """As ``write``, but synchronous: what the kernel does not take is written by a task of the connection's,
+        before all that is written later. Raises nothing; a client that has left makes the connection ``gone``."""
+        if self.gone:
+            return
+        try:
+            sent = self._stream.write_now(data) if self.is_free else 0
+        except OSError:
+            self._lose()
+            return
+        if sent < len(data):
+            if not self._backlog:
+                self._nursery.start_soon(self._write_rest, b"")
+            self._backlog += data[sent:]
+            self._note_free()
+
+    async def _write_rest(self, data: bytes) -> None:
+        """The backlog, then ``data``, waiting for the client."""
+        rest = memoryview(data)
         try:
             async with self._turn_to_write():
+                rest = memoryview(self._take_backlog() + data)
                 while rest and not self.gone:
                     with trio.fail_after(self._limits.write_timeout):
                         rest = rest[await self._stream.write_some(rest) :]
@@ -327,75 +388,55 @@ class ClientConnection:
         except trio.TooSlowError:
             _logger.info("closing a connection: its client reads nothing any more")
         finally:
-            if rest:
+            if rest or self._backlog:
                 self._lose()
+
+    def _take_backlog(self) -> bytes:
+        backlog, self._backlog = self._backlog, b""
+        return backlog
 
     @asynccontextmanager
     async def _turn_to_write(self) -> AsyncIterator[None]:
         """As the lock itself, but without a checkpoint where it is free: a cancel that comes then is none
         in the middle of an answer."""
-        if self._writing.locked():
-            await self._writing.acquire()
+        lock = self._writing = self._writing or trio.Lock()
+        if lock.locked():
+            await lock.acquire()
         else:
-            self._writing.acquire_nowait()
+            lock.acquire_nowait()
         try:
+            self._note_free()
             yield
         finally:
-            self._writing.release()
+            lock.release()
+            self._note_free()
 
     # Apps
 
     async def spawn_app(
         self,
-        app: AppWrapper,
+        app: AppWrapper,  # noqa: ARG002 - ours, in Hypercorn's wrapping
         config: Config,
         scope: Scope,
         send: Callable[[ASGISendEvent], Awaitable[None]],
     ) -> Callable[[ASGIReceiveEvent], Awaitable[None]]:
         """Hypercorn's way to start an app on a request; what it returns feeds the app's ``receive``."""
-        to_app, from_client = trio.open_memory_channel[ASGIReceiveEvent](config.max_app_queue_size)
-        self._to_app = to_app
-        stream = self._protocol.stream
-        self._nursery.start_soon(self._run_app, app, scope, from_client, send, stream)
-        return partial(self._put, to_app)
+        call = self._call = AppCall(self._protocol, send, config.max_app_queue_size)
+        if scope["type"] == "http":
+            scope["extensions"][DIRECT_BODY] = {
+                "body": self._protocol.direct_body(),
+                "cancel_at_disconnect": call.cancel_at_disconnect,
+            }
+        self._nursery.start_soon(self._run_app, scope, call, name="app")
+        return call.put
 
-    async def _put(
-        self, to_app: trio.MemorySendChannel[ASGIReceiveEvent], message: ASGIReceiveEvent
-    ) -> None:
-        if message["type"] == "http.disconnect":
-            to_app.close()
-            return
-        # The app has returned, or the answer is out: nobody wants the rest of the body.
-        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            await to_app.send(message)
-
-    async def _run_app(
-        self,
-        app: AppWrapper,
-        scope: Any,
-        from_client: trio.MemoryReceiveChannel[ASGIReceiveEvent],
-        app_send: Callable[[ASGISendEvent], Awaitable[None]],
-        stream: Any,
-    ) -> None:
-        async def receive() -> ASGIReceiveEvent:
-            if stream is self._protocol.stream:
-                await self._protocol.ask_for_body()
-            try:
-                return await from_client.receive()
-            except trio.EndOfChannel:
-                # An app that asks in a loop must not keep the others from running.
-                await trio.lowlevel.checkpoint()
-                return {"type": "http.disconnect"}
-
-        async def send(message: ASGISendEvent) -> None:
-            if self.gone:
-                await trio.lowlevel.checkpoint()
-            else:
-                await app_send(message)
-
+    async def _run_app(self, scope: Any, call: AppCall) -> None:
+        self._running.add(call)
         try:
-            with from_client, self._running.one():
-                await app(scope, receive, send, trio.to_thread.run_sync, trio.from_thread.run)
+            await self._app(scope, call.receive, call.send)
         except* Exception:
             _logger.exception("the app failed on %s %s", scope["method"], scope["path"])
-        await self._protocol.app_returned(stream)
+        finally:
+            self._running.remove(call)
+            call.close()
+        await self._protocol.app_returned(call.stream)

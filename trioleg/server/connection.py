@@ -125,7 +125,7 @@ async def serve_connections(
     when the app does not start or stop, ``OSError`` when a listener breaks.
     """
     shared = _share(app, config, limits or ConnectionLimits())
-    lifespan = Lifespan(shared.app, shared.config, shared.lifespan_state)
+    lifespan = Lifespan(shared.wrapped_app, shared.config, shared.lifespan_state)
     try:
         async with trio.open_nursery() as nursery:
             await nursery.start(lifespan.handle_lifespan)
@@ -149,7 +149,8 @@ def _share(app: ASGIFramework, config: Config, limits: ConnectionLimits) -> Shar
     # Every request gets a fresh h11.Connection: there is nothing that would pile up.
     config.keep_alive_max_requests = sys.maxsize
     return Shared(
-        app=wrap_app(app, 0, "asgi"),
+        app=app,
+        wrapped_app=wrap_app(app, 0, "asgi"),
         config=config,
         limits=limits,
         context=WorkerContext(None),

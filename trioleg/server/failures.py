@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 from quart import Response
@@ -27,7 +25,7 @@ from ..runtime.health import Health
 from ..runtime.unwrap import errors_in, winner_of
 from .protocol import error_body, error_of, is_expected
 
-__all__ = ["error_response", "json_response", "one_error", "set_retry_after", "ungrouped"]
+__all__ = ["error_response", "json_response", "one_error", "set_retry_after"]
 
 _log = logging.getLogger("trioleg.server")
 
@@ -83,12 +81,3 @@ def one_error(error: BaseException, where: str) -> Exception:
     elif not is_expected(winner) and not isinstance(winner, HTTPException):
         _log.error("%s failed", where, exc_info=winner)
     return winner
-
-
-@contextmanager
-def ungrouped(where: str) -> Iterator[None]:
-    """Let ``one_error`` out of the block; a bare cancel passes."""
-    try:
-        yield
-    except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - one is raised
-        raise one_error(error, where)  # noqa: B904 - it is one of those that were caught

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import trio
@@ -40,20 +41,23 @@ from .protocol import (
     full_response,
     parse_chat_completion,
 )
-from .stream import SSE_HEADERS, Send, serve_stream
+from .stream import SSE_HEADERS, DirectBody, Send, serve_stream
 
-__all__ = ["EventStreamResponse", "Routes"]
+__all__ = ["EventStreamResponse", "Routes", "ServeEvents"]
+
+
+ServeEvents: TypeAlias = Callable[
+    [Callable[[], Awaitable[None]], Send, DirectBody | None], Awaitable[None]
+]
 
 
 class EventStreamResponse(Response):
     """A response whose body is written by ``serve`` itself, once the app has let go of the request.
 
-    ``serve(start, send)``: see ``serve_stream``.
+    ``serve(start, send, direct)``: see ``serve_stream``.
     """
 
-    def __init__(
-        self, serve: Callable[[Callable[[], Awaitable[None]], Send], Awaitable[None]]
-    ) -> None:
+    def __init__(self, serve: ServeEvents) -> None:
         super().__init__(b"", status=200, headers=SSE_HEADERS)
         # The length is known when the stream ends.
         self.headers.remove("Content-Length")
@@ -119,18 +123,16 @@ class Routes:
             raise
 
     def _stream(self, chat: ChatCompletionRequest, arrival: FromHeaders) -> Response:
-        async def serve(start: Callable[[], Awaitable[None]], send: Send) -> None:
-            await serve_stream(
+        return EventStreamResponse(
+            partial(
+                serve_stream,
                 self._llm,
                 chat,
                 self._shown_name(chat),
-                start,
-                send,
                 keep_alive_interval=self._keep_alive_interval,
                 arrival=arrival,
             )
-
-        return EventStreamResponse(serve)
+        )
 
     async def _whole(self, chat: ChatCompletionRequest, arrival: FromHeaders) -> Response:
         try:

@@ -56,9 +56,10 @@ def _escaped(payload: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _Choice:
-    """``opening``: its chunks' bytes up to the delta. ``num_tokens``: framed so far."""
+    """``content``: its chunks' bytes up to the text, which is all that most chunks differ in. ``num_tokens``: framed
+    so far."""
 
-    opening: bytes
+    content: bytes
     num_tokens: int = 0
     finished: bool = False
 
@@ -71,6 +72,20 @@ class ChatCompletionFramer:
     chunk, the prompt and the tokens of *its* choice so far (vLLM's rule). ``return_token_ids``: the prompt's in the
     first chunk of all, the output's in each.
     """
+
+    __slots__ = (
+        "_cached_tokens",
+        "_choices",
+        "_continuous_usage",
+        "_head",
+        "_include_usage",
+        "_n",
+        "_plain_end",
+        "_prompt_token_ids",
+        "_return_token_ids",
+        "_tail",
+        "_top_logprobs",
+    )
 
     def __init__(
         self,
@@ -100,6 +115,7 @@ class ChatCompletionFramer:
         self._return_token_ids = return_token_ids
         # With include_usage, every chunk but the last one says that it has none.
         self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._plain_end = b"}" + _UNFINISHED + self._tail
         self._choices: dict[int, _Choice] = {}
         self._cached_tokens: int | None = None
 
@@ -107,7 +123,10 @@ class ChatCompletionFramer:
         """The frames of one output, in one piece; empty if the output has nothing to say."""
         if output.num_cached_tokens is not None:
             self._cached_tokens = output.num_cached_tokens
-        return b"".join([self._frames_of(one) for one in output.outputs])
+        outputs = output.outputs
+        if len(outputs) == 1:
+            return self._frames_of(outputs[0])
+        return b"".join([self._frames_of(one) for one in outputs])
 
     def abort_frames(self) -> bytes:
         """The finish chunks of a request that somebody aborted, for the choices without one."""
@@ -130,23 +149,28 @@ class ChatCompletionFramer:
         if choice is None:
             if not one.text and not one.token_ids and one.finish_reason is None:
                 return b""
-            choice = _Choice(self._head + b'[{"index":%d,"delta":' % one.index)
-            role = self._role_chunk(choice)
+            opening = self._head + b'[{"index":%d,"delta":' % one.index
+            choice = _Choice(opening + b'{"content":')
+            role = self._role_chunk(opening, choice)
             self._choices[one.index] = choice
         choice.num_tokens += len(one.token_ids)
+        text = _encode(one.text)
+        if not one.text.isascii():
+            text = _escaped(text)
         if one.finish_reason is None and not one.logprobs and not self._return_token_ids:
+            if not (role or self._continuous_usage):
+                return choice.content + text + self._plain_end
             rest = _UNFINISHED
         else:
             choice.finished = one.finish_reason is not None
             rest = self._rest(one)
-        delta = b'{"content":' + _escaped(_encode(one.text)) + b"}"
-        return role + choice.opening + delta + rest + self._tail_of(choice)
+        return role + choice.content + text + b"}" + rest + self._tail_of(choice)
 
-    def _role_chunk(self, choice: _Choice) -> bytes:
+    def _role_chunk(self, opening: bytes, choice: _Choice) -> bytes:
         prompt = b""
         if self._return_token_ids and not self._choices:
             prompt = b',"prompt_token_ids":' + _encode(self._prompt_token_ids)
-        return choice.opening + _ROLE + _UNFINISHED + prompt + self._tail_of(choice)
+        return opening + _ROLE + _UNFINISHED + prompt + self._tail_of(choice)
 
     def _rest(self, one: CompletionOutput) -> bytes:
         """A chunk's choice behind the delta."""

@@ -108,8 +108,8 @@ class Records:
         with self.changed:
             request._answer = self.answers.popleft() if self.answers else self.standing
             request._stream = stream
-            for one in stream.submission.engine_requests:
-                self._by_engine_id[one.request_id] = request
+            for one in stream.submission.engine_request_ids:
+                self._by_engine_id[one] = request
 
     def ended(self) -> None:
         """Some stream has an ending."""
