@@ -119,6 +119,10 @@ NURSERY_OWNERS = {
     "bench.churn": "the clients, beside who kills the engine",
     "bench.deaths": "the readers of the streams that are to be told",
     "bench.disconnects": "the busy streams beside which a client leaves",
+    "bench.engine_subjects": "a measurement of an engine, beside the watch for its end",
+    "bench.hop_engine": "an engine's sender beside what it reads",
+    "bench.hop_leg": "the server and the engine's thread",
+    "bench.hop_parts": "a sender, and the readers that are woken",
     "bench.load": "the probes and the small prompts beside a big one",
     "bench.played_engine": "the reader of an engine's input leg",
     "bench.processes": "a wait for a program's line, or for its end",
@@ -135,6 +139,7 @@ NURSERY_OWNERS = {
     "runtime.opening": "an LLM, for as long as its block runs",
     "runtime.pooling": "the prompts of one call",
     "runtime.supervisor": "the link of an engine, beside the first question to it",
+    "server.app": "one request: who takes its body, until it is there, beside who answers",
     "server.client_connection": "the requests of one connection",
     "server.connection": "the connections of a listener",
     "server.serve": "the listener beside the watch for the engine's death",
@@ -331,13 +336,19 @@ def _raises_at_the_end(body: list[ast.stmt]) -> bool:
 # torch takes seconds and hundreds of megabytes; only the engine's process may have it.
 _HEAVY = frozenset({"torch", "numpy", "transformers", "safetensors", "gguf"})
 _HEAVY_HOMES = frozenset({"engine", "gguf_convert"})
+# A program that vLLM's interpreter runs by its path: a peer of a bench, and no part of ours.
+_VLLMS_PROGRAM = "bench.vllm_api_server"
 
 
 def light_front_end(module: Module) -> Iterator[str]:
-    """Only the engine imports torch and its kin, and nobody imports vLLM."""
+    """Only the engine imports torch and its kin; nobody imports vLLM, nor the one program that does."""
     for imported, line in module.imports():
         head = imported.partition(".")[0]
-        if head == "vllm" or (head in _HEAVY and module.part not in _HEAVY_HOMES):
+        if own_name(imported) == _VLLMS_PROGRAM:
+            yield f"{module.name}:{line} imports {imported}, which is a program"
+        if (head == "vllm" and module.name != _VLLMS_PROGRAM) or (
+            head in _HEAVY and module.part not in _HEAVY_HOMES
+        ):
             yield f"{module.name}:{line} imports {head}"
 
 

@@ -82,6 +82,7 @@ def test_the_lists_name_what_exists() -> None:
         (no_caught_cancel, "runtime.llm", "with suppress(BaseExceptionGroup): f()"),
         (light_front_end, "server.app", "def f():\n    import torch"),
         (light_front_end, "engine.core", "import vllm"),
+        (light_front_end, "bench.leg", "from trioleg.bench.vllm_api_server import main"),
     ],
 )
 def test_a_rule_catches_its_violation(
@@ -111,6 +112,7 @@ def test_a_rule_catches_its_violation(
             "try: f()\nexcept BaseExceptionGroup as g:\n    try: raise one(g)\n    finally: h()",
         ),
         (light_front_end, "engine.core", "import torch"),
+        (light_front_end, "bench.vllm_api_server", "import vllm"),
     ],
 )
 def test_a_rule_lets_its_neighbour_pass(

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Measurement", "percentile", "show_measurements"]
+__all__ = ["Measurement", "about_minutes", "percentile", "show_measurements"]
 
 
 @dataclass(slots=True)
@@ -47,6 +47,12 @@ class Measurement:
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least ``share`` of ``values`` do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def about_minutes(seconds: float) -> str:
+    """How long something will take, for who is to wait for it."""
+    minutes = math.ceil(seconds / 60)
+    return f"this takes about {minutes} minute{'s' if minutes > 1 else ''}"
 
 
 def _ms(seconds: float) -> float:

@@ -26,7 +26,7 @@ from ..messages import (
 )
 from .processes import START_S
 
-__all__ = ["PlayedEngine", "open_played_engine"]
+__all__ = ["PlayedEngine", "load_nothing", "open_played_engine"]
 
 _TOKEN_ID = 504
 # Requests of the bench are never at their own end: their max_tokens is below this, and out of reach.
@@ -92,7 +92,7 @@ async def open_played_engine(handshake_address: str) -> AsyncIterator[PlayedEngi
     """
     sockets = None
     with trio.move_on_after(START_S):
-        sockets = await join_head(handshake_address, _load, engine_index=0)
+        sockets = await join_head(handshake_address, load_nothing, engine_index=0)
     if sockets is None:
         raise TriolegError(f"the server under test let no engine join within {START_S:g} s")
     try:
@@ -105,7 +105,8 @@ async def open_played_engine(handshake_address: str) -> AsyncIterator[PlayedEngi
         await sockets.aclose()
 
 
-async def _load() -> EngineReadyResponse:
+async def load_nothing() -> EngineReadyResponse:
+    """What an engine without a model says that it is: for ``join_head``."""
     await trio.lowlevel.checkpoint()
     return EngineReadyResponse(
         max_model_len=_MAX_MODEL_LEN,

@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import trio
 
-from ..errors import TriolegError
+from ..errors import InvalidRequestError, TriolegError
 from ..ipc.launch import EngineProcess, open_engine_process
 
 __all__ = [
     "START_S",
     "Program",
+    "allow_open_files",
     "count_descriptors",
     "descendants",
+    "pin",
+    "processor_seconds",
     "resident_kb",
+    "resident_mb",
     "running",
+    "started_s",
     "until",
     "wait_gone",
 ]
@@ -36,6 +42,23 @@ _STOP_S = 5.0
 # How often a condition is looked at that nothing announces. It is the resolution of what is measured so.
 _POLL_S = 0.005
 _LINES_KEPT = 50
+# What a process opens besides a connection for each stream: libraries, sockets of its own, tokenizers.
+_OTHER_FILES = 128
+
+
+def allow_open_files(streams: int, asked: str) -> None:
+    """Have this process, and those that it starts, be allowed a file for each of so many streams.
+
+    Raises ``InvalidRequestError``, in which ``asked`` says what they are for, if the system does not allow that many.
+    """
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], streams + _OTHER_FILES
+    # Without a limit it is below 0.
+    if 0 <= most < needed:
+        raise InvalidRequestError(
+            f"{asked}: {streams} streams need {needed} open files in a process; allowed here: {most} (ulimit -Hn)",
+            parameter="streams",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Program:
@@ -58,6 +81,11 @@ class Program:
         """Of the program itself, not of its guardian."""
         return self._running.engine_pid
 
+    @property
+    def last_words(self) -> str:
+        """What it has printed of late, in one line."""
+        return " / ".join(self._lines) or "nothing"
+
     async def wait(self) -> str:
         """Wait for its end; a clause that says how it ended. Cancel-safe."""
         return str(await self._running.wait())
@@ -78,9 +106,8 @@ class Program:
                 nursery.cancel_scope.cancel(reason="it was said")
         match = self._find(pattern)
         if match is None:
-            said = " / ".join(self._lines) or "nothing"
             raise TriolegError(
-                f"a program under test did not say {pattern.pattern!r}; it said: {said}"
+                f"a program under test did not say {pattern.pattern!r}; it said: {self.last_words}"
             )
         return match
 
@@ -93,12 +120,14 @@ class Program:
 
 
 @asynccontextmanager
-async def running(*arguments: str, folder: Path | None = None) -> AsyncIterator[Program]:
+async def running(
+    *arguments: str, folder: Path | None = None, python: Sequence[str] = (sys.executable,)
+) -> AsyncIterator[Program]:
     """Run ``python ARGUMENTS``; the block's end ends it: asked, waited for, killed; then ``folder`` is
     removed. If the bench itself is killed, a guardian does the same."""
     program = Program()
     async with open_engine_process(
-        [sys.executable, *arguments],
+        [*python, *arguments],
         on_stderr_line=program.take_line,
         stop_timeout=_STOP_S,
         ipc_dir=folder,
@@ -147,11 +176,38 @@ def _parent(pid: int) -> int | None:
     return None if state == "Z" else int(parent)
 
 
+def started_s(pid: int) -> float:
+    """When a process started, in seconds of CLOCK_BOOTTIME; to 10 ms, as the kernel counts it."""
+    # Field 22 of stat; those behind the name count from 3.
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def pin(pid: int, cores: Iterable[int]) -> None:
+    """Keep every thread of a process on ``cores``; those that it starts later inherit that."""
+    cores = list(cores)
+    for task in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(task), cores)
+
+
 def resident_kb(pid: int) -> int:
     """A process's own memory (RssAnon): without the files that it has mapped, which others share."""
     status = Path(f"/proc/{pid}/status").read_text()
     (kilobytes,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
     return int(kilobytes)
+
+
+def resident_mb(pid: int) -> float:
+    """All of a process that is in memory (VmRSS), mapped files included, in 2**20 bytes."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def processor_seconds(pid: int) -> float:
+    """Of the processor, user and system, that the threads of ``pid`` have used which are there now; to the
+    nanosecond, where ``stat`` counts ticks of 10 ms."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def count_descriptors(pid: int) -> int:
