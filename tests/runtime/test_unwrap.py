@@ -38,6 +38,17 @@ async def test_the_bodys_error_wins_and_the_other_one_is_logged(
     assert "a task's" in caplog.text
 
 
+async def test_an_error_that_says_the_same_is_not_logged_beside_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="the engine is gone"):
+        await run(ValueError("the engine is gone"), ValueError("the engine is gone"))
+    assert not caplog.records
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="the engine is gone"):
+        await run(ValueError("the engine is gone"), OSError("the engine is gone"))
+    assert "OSError" in caplog.text
+
+
 async def test_a_group_of_the_bodys_own_leaves_as_that_group() -> None:
     group = ExceptionGroup("the body's", [ValueError("x")])
     with pytest.raises(ExceptionGroup) as caught:  # noqa: ASYNC401 - identity is the point

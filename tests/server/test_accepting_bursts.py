@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 from process_helpers import wait_until
 
-from trioleg.server.accepting import Acceptor
+from trioleg.server.accepting import Acceptor, connections_within_limits
 
 NUM_CLIENTS = 20
 # Only to end a test that hangs.
@@ -69,3 +70,13 @@ async def test_a_burst_is_no_way_round_the_bound() -> None:
     served = Served(room=5)
     assert await accept_all(served) == NUM_CLIENTS - 5
     assert len(served.turns) == 5
+
+
+def test_a_system_without_proc_has_room_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_proc = connections_within_limits()
+
+    def listdir(path: str) -> list[str]:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr("os.listdir", listdir)
+    assert connections_within_limits() >= with_proc

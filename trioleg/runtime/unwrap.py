@@ -7,7 +7,8 @@ is: an error of the body must come out as the error that it is. The rule, in ord
 2. ``KeyboardInterrupt`` or ``SystemExit``;
 3. the first error of our own tasks.
 
-Cancelling loses against any of them. The errors that do not win are logged with their tracebacks.
+Cancelling loses against any of them. The errors that do not win are logged with their tracebacks, but for those that
+say what the winner says: one cause may reach us by two tasks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def unwrapped() -> Iterator[BodyError]:
         of_body = [] if body.error is None else errors_in(body.error)
         winner = body.error if of_body and body.error is not None else winner_of(errors)
         for other in errors:
-            if other is not winner and other not in of_body:
+            if other not in of_body and not _say_the_same(other, winner):
                 _log.error("this error gave way to another one", exc_info=other)
         context = winner.__context__
         try:
@@ -51,6 +52,10 @@ def unwrapped() -> Iterator[BodyError]:
         finally:
             # Raising in an except block chains the group to it, which is only our wrapping.
             winner.__context__ = context
+
+
+def _say_the_same(one: BaseException, other: BaseException) -> bool:
+    return one is other or (type(one) is type(other) and str(one) == str(other))
 
 
 def errors_in(error: BaseException) -> list[BaseException]:

@@ -68,8 +68,14 @@ def connections_within_limits() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST_DESCRIPTORS
-    in_use = len(os.listdir("/dev/fd"))
-    return max(1, soft - in_use - _SPARE_DESCRIPTORS)
+    return max(1, soft - _num_open_files() - _SPARE_DESCRIPTORS)
+
+
+def _num_open_files() -> int:
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return 0  # a system without /proc; they are among the spare ones then
 
 
 @dataclass(frozen=True, slots=True)
