@@ -121,7 +121,8 @@ async def test_a_closed_connection_is_death(
         started = trio.current_time()
         transport.make_unreachable()
         assert f"not back in {patience} s" in await llm.wait_dead()
-        assert trio.current_time() - started == pytest.approx(patience + 0.05)
+        # Nobody is there who could send: that is seen at the first look.
+        assert trio.current_time() - started == pytest.approx(patience + 0.005)
 
 
 async def test_a_broken_output_connection_ends_what_may_have_lost_tokens(

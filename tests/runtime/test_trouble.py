@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,6 +26,8 @@ from trioleg.ipc import sockets
 from trioleg.ipc.handshake import listen_for_engine
 from trioleg.ipc.transport import ZmqTransport
 from trioleg.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
+from trioleg.output.processor import OutputProcessor
+from trioleg.runtime import outbox
 from trioleg.testing import ScriptedTransport
 
 WORDS = script(*"abcabccbac", step=0.1, finish="length")
@@ -232,3 +235,45 @@ async def test_options_of_a_request_that_cannot_be(
         assert isinstance(transport, ScriptedTransport)
         assert added(transport) == []
         assert llm.statistics().endings == {}
+
+
+async def test_a_bug_in_the_link_is_told_as_the_end_of_its_engine(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step in hand is lost: what the engine sends behind it must not close the gap."""
+    process, steps = OutputProcessor.process, 0
+
+    def fail_at_the_third(self: OutputProcessor, *outputs: Any, **more: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps >= 3:
+            raise RuntimeError("a bug")
+        return process(self, *outputs, **more)
+
+    monkeypatch.setattr(OutputProcessor, "process", fail_at_the_third)
+    async with open_scripted(script(*"abcabc", step=0.01, finish="length")) as (llm, transport):
+        with pytest.raises(
+            EngineDeadError, match="its link has failed: RuntimeError: a bug"
+        ) as got:
+            await llm.generate(PROMPT, MANY)
+        assert got.value.partial is None or not got.value.partial.finished
+        assert len(aborted(transport)) == 1
+        assert "its link has failed: RuntimeError: a bug" in await llm.wait_dead()
+    assert any(record.exc_info for record in caplog.records)
+
+
+async def test_an_abort_that_cannot_be_made_ends_nothing_else(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One is due in the reader's own step: a stop string ends what the engine would go on with."""
+
+    def fail(_ids: object) -> bytes:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(outbox, "encode_abort", fail)
+    async with open_scripted(script(*"abcabc", finish="length")) as (llm, _transport):
+        answer = await llm.generate(PROMPT, SamplingParams(max_tokens=100, stop=["b"]))
+        assert answer.outputs[0].finish_reason == "stop"
+        answer = await llm.generate(PROMPT, MANY)
+        assert answer.outputs[0].text == "abcabc"
+    assert "no ABORT for" in caplog.text

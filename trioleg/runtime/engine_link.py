@@ -3,7 +3,8 @@
 Its tasks are in one nursery: one reads the engine's outputs and hands them to the mailboxes, the others watch
 the engine's process, the connections to it, and its steps (``contact.py``). Whichever finds the engine gone
 ends all. Then the link reads what had already been sent, marks the engine dead, ends its streams with the
-cause, and returns. It does not raise: that would cancel the server before it could tell anybody.
+cause, and returns. It does not raise: that would cancel the server before it could tell anybody. An error of its own
+(a bug of ours) is logged, and is such a cause, too.
 
 Sends are synchronous: a request is registered and its ADD sent without a point in between where a
 cancel could strike, and an ABORT can leave from any task, a dying one too. What cannot leave while the engine
@@ -51,10 +52,11 @@ __all__ = ["EngineLink", "EngineLinkStatistics"]
 
 _log = logging.getLogger("trioleg.engine_link")
 
-# How long a dead engine's last messages, exit status and error line may take to arrive, all in all; and how long
-# nothing has to come for there to be no more.
+# How long a dead engine's last messages, exit status and error line may take to arrive, all in all; how long nothing
+# has to come for there to be no more; and when to look whether its connection is gone, behind which nothing can come.
 _LAST_WORDS = 0.2
 _NOTHING_MORE = 0.05
+_LOOK_AGAIN = 0.005
 
 # Of what an engine says of a call that failed: it goes to whoever asked.
 _WORDS_SHOWN = 2000
@@ -186,8 +188,12 @@ class EngineLink(EngineUtilities):
                 self._abort(live)
 
     def _abort(self, engine_request_ids: list[str]) -> None:
-        if self.cause_of_death is None:
+        if self.cause_of_death is not None:
+            return
+        try:
             self._outbox.abort(engine_request_ids)
+        except Exception:  # noqa: BLE001 - the engine works in vain; whoever ends a request goes on
+            _log.exception("engine %d: no ABORT for %s", self.rank, engine_request_ids)
 
     def _refuse_if_gone(self) -> None:
         if self.cause_of_death is not None:
@@ -265,7 +271,10 @@ class EngineLink(EngineUtilities):
         """Read and watch until the engine is gone; returns when its streams have been told."""
 
         async def until_gone(find_cause: Callable[[], Awaitable[str]]) -> None:
-            cause = await find_cause()
+            try:
+                cause = await find_cause()
+            except Exception as error:  # noqa: BLE001 - it would cancel the server before that could tell anybody
+                cause = self._note_failure(error)
             self._causes.append(cause)
             nursery.cancel_scope.cancel(reason=cause)
 
@@ -276,6 +285,13 @@ class EngineLink(EngineUtilities):
             nursery.start_soon(until_gone, self.contact.watch_steps, name="watch steps")
             task_status.started()
         await self._die(self._causes[0])
+
+    def _note_failure(self, error: Exception) -> str:
+        """A bug of ours. What was in hand is lost, so no stream is whole any more, whatever is read behind it."""
+        _log.error("engine %d: its link has failed", self.rank, exc_info=error)
+        cause = f"its link has failed: {type(error).__name__}: {error}"
+        self.end_all(Ending(EndingKind.ENGINE_DEAD, f"engine {self.rank}: {cause}", self.rank))
+        return cause
 
     @trio.lowlevel.enable_ki_protection
     async def _read_outputs(self) -> str:
@@ -447,23 +463,33 @@ class EngineLink(EngineUtilities):
         async def wait_for_exit() -> None:
             exit_status.append(await self._watch.wait())
 
+        async def read_the_rest() -> None:
+            try:
+                await self._read_the_rest()
+            except Exception:  # noqa: BLE001 - the streams are told without it
+                _log.exception("engine %d: its last messages could not be read", self.rank)
+
         with trio.move_on_after(_LAST_WORDS):
             async with trio.open_nursery() as nursery:
                 if self._watch.sees_exit:
                     nursery.start_soon(wait_for_exit)
-                nursery.start_soon(self._read_the_rest)
+                nursery.start_soon(read_the_rest)
         self._note_death([cause, *(status for status in exit_status if status != cause)])
 
     @trio.lowlevel.enable_ki_protection
     async def _read_the_rest(self) -> None:
         """What the engine had sent before its end."""
-        while True:
-            with trio.move_on_after(_NOTHING_MORE) as waiting:
+        silent_since = trio.current_time()
+        while trio.current_time() - silent_since < _NOTHING_MORE:
+            with trio.move_on_after(_LOOK_AGAIN) as looking:
                 frames = await self._transport.receive()
-            if waiting.cancelled_caught:
+            if not looking.cancelled_caught:
+                silent_since = trio.current_time()
+                if not is_engine_dead(frames):
+                    await self._take(frames)
+            elif self._transport.is_output_lost:
+                # Nobody is there who could send, and what had been sent is read.
                 return
-            if not is_engine_dead(frames):
-                await self._take(frames)
 
     def note_unseen_death(self) -> None:
         """For the owner, when the link and an engine's process of ours are gone: the death may have come so

@@ -30,7 +30,14 @@ from .engine_watch import EngineWatch, ProcessWatch
 from .unwrap import unwrapped
 from .vllm_command import find_vllm, join_command, vllm_arguments
 
-__all__ = ["Engine", "OpenEngine", "listen_for_engines", "start_engine", "start_vllm_engine"]
+__all__ = [
+    "Engine",
+    "OpenEngine",
+    "listen_for_engines",
+    "start_engine",
+    "start_program",
+    "start_vllm_engine",
+]
 
 _log = logging.getLogger("trioleg.engine")
 
@@ -56,15 +63,24 @@ async def start_engine(
 
     Raises ``EngineStartError`` with the engine's last error. Leaving the block ends the process.
     """
+    argv = [sys.executable, "-m", "trioleg", "engine"]
+    argv += (
+        [str(directory), *config.engine.arguments()]
+        if script is None
+        else ["--script", str(script)]
+    )
+    _log.info("starting the engine of %s", directory if script is None else script)
+    async with start_program(argv, config) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def start_program(argv: Sequence[str], config: LLMConfig) -> AsyncIterator[Engine]:
+    """Start an engine by its command, which gets ``--handshake ADDRESS`` behind it; see ``start_engine``."""
     with private_ipc_dir() as folder:
         async with listen_for_engine(f"ipc://{folder}/handshake") as listener:
-            argv = [sys.executable, "-m", "trioleg", "engine", "--handshake", listener.address]
-            if script is None:
-                argv += [str(directory), *config.engine.arguments()]
-            else:
-                argv += ["--script", str(script)]
-            _log.info("starting the engine of %s", directory if script is None else script)
-            async with _running(argv, folder, listener, config) as engine:
+            command = [*argv, "--handshake", listener.address]
+            async with _running(command, folder, listener, config) as engine:
                 yield engine
 
 

@@ -13,6 +13,7 @@ streams (``runtime/burst.py``). The loop wakes up for what this cannot do: an en
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -33,6 +34,8 @@ from .protocol import ChatCompletionRequest, error_of
 from .sse import DONE, KEEP_ALIVE, ChatCompletionFramer, error_event
 
 __all__ = ["SSE_HEADERS", "DirectBody", "Send", "serve_stream"]
+
+_log = logging.getLogger("trioleg.server")
 
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
 
@@ -176,7 +179,7 @@ class _Events:
             return False
         try:
             frames = self._framer.frames(output)
-        except Exception as failure:  # noqa: BLE001 - it is the loop's to raise
+        except Exception as failure:  # noqa: BLE001 - it is the loop's to deal with
             self._failure = failure
             return False
         if frames:
@@ -214,12 +217,23 @@ class _Events:
     def _framed(self, output: RequestOutput | None) -> bytes:
         if output is None:
             return KEEP_ALIVE
-        if self._failure is not None:
-            raise self._failure
-        frames = self._framer.frames(output)
+        try:
+            if self._failure is not None:
+                raise self._failure
+            frames = self._framer.frames(output)
+        except Exception as failure:  # noqa: BLE001 - a bug ends this request, and its client is told
+            self._fail(failure)
+            return b""
         if self._tracer is not None:
             self._tracer.on_frames(output, frames)
         return frames
+
+    def _fail(self, failure: Exception) -> None:
+        self._failure = failure
+        if self._stream.ending is None:
+            _log.error("request %s: no frames", self._stream.request_id, exc_info=failure)
+            cause = "the server has failed to write its output down; its log says why"
+            self._stream.end(Ending(EndingKind.OUTPUT_ERROR, cause))
 
     def last(self) -> bytes:
         """What is unwritten or unread after a bad end, then how the request ended, and ``[DONE]``."""
