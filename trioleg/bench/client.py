@@ -40,6 +40,8 @@ class Exchange:
         """The request: a POST of ``body``, or a GET."""
         headers = [("Host", "bench"), ("Connection", "close")]
         if body is not None:
+            # vLLM's server takes nothing else.
+            headers.append(("Content-Type", "application/json"))
             headers.append(("Content-Length", str(len(body))))
         method = "GET" if body is None else "POST"
         data = self._http.send(h11.Request(method=method, target=path, headers=headers)) or b""
@@ -49,18 +51,19 @@ class Exchange:
         while data:
             data = data[await self._socket.send(data) :]
 
-    async def receive(self) -> bool:
-        """Take in what comes next; False when the answer is whole.
+    async def receive(self, at_most: int = _PIECE_BYTES) -> bool:
+        """Take in what comes next, ``at_most`` so many bytes at a time; False when the answer is whole.
 
         Raises ``OSError`` or ``h11.RemoteProtocolError`` if the connection ends before that.
         """
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._http.receive_data(await self._socket.recv(_PIECE_BYTES))
+            self._http.receive_data(await self._socket.recv(at_most))
         if isinstance(event, h11.Response):
             self.status, self.headers = event.status_code, dict(event.headers)
         elif isinstance(event, h11.Data):
             self.body += event.data
-        return not isinstance(event, h11.EndOfMessage)
+        # Behind the end h11 says that nothing comes any more, for ever.
+        return not isinstance(event, h11.EndOfMessage | h11.ConnectionClosed)
 
     async def receive_all(self) -> None:
         """Returns when the answer is whole. Raises as ``receive``."""

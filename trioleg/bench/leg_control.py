@@ -26,10 +26,12 @@ ANSWER_S = 120.0
 
 
 def listen(path: Path) -> socket.socket:
-    """The program's side, before it says that it is there."""
+    """The program's side, before it says that it is there. What is at ``path`` can be connected to at once."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(path))
+    bound = path.with_name(f"{path.name}.bound")
+    listener.bind(str(bound))
     listener.listen(1)
+    bound.rename(path)
     return listener
 
 

@@ -1,6 +1,7 @@
 """A program: an engine as lean as one can be, that says what it is told at the pace that it is told.
 
-    python -m trioleg.bench.leg_engine CONTROL IDS (--handshake ADDRESS | --input ADDRESS --output ADDRESS)
+    python -m trioleg.bench.leg_engine CONTROL IDS (--handshake ADDRESS [--local] | --input ADDRESS --output ADDRESS)
+            [--on-term abort]
 
 IDS: token ids with commas, which every request gets one after the other, over and over. A request gets its first
 token as soon as it is here; then it waits until the engine is told to step. CONTROL takes, as ``leg_control`` has it:
@@ -8,6 +9,8 @@ token as soon as it is here; then it waits until the engine is told to step. CON
     pace    rate, limit: so many steps a second from now on (0: none), and perhaps no more than so many of them
     count   what was sent since the last finish
     finish  one more token for each request, its last; what was sent until then
+
+``--local``: as vLLM's head expects of an engine that it has started. ``--on-term``: SIGTERM ends it, as without.
 
 Rules of this file: one thread, no framework; what a step costs here is taken from who shares the machine with it.
 Steps are due at fixed times. One that is late delays none of those behind it, unless by more than a step: the engine
@@ -27,39 +30,28 @@ import click
 import msgspec
 import zmq
 
-from ..ipc.codec import decode_abort, decode_as, decode_request, decode_utility, encode
+from ..ipc.codec import decode_abort, decode_request, decode_utility
 from ..messages import (
-    WIRE_VERSION,
     EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
-    EngineHandshakeInit,
-    EngineReadyResponse,
     FinishReason,
     PrefillStats,
     SchedulerStats,
     UtilityOutput,
-    engine_identity,
 )
+from .lean_joining import MAX_MODEL_LEN, Socket, join, shake_hands
 from .leg_control import answer, listen, receive
 
 __all__ = ["MAX_MODEL_LEN", "UP", "main"]
 
 UP = "the engine is up"
-# Over any length that is measured.
-MAX_MODEL_LEN = 2**17
-_MAX_NUM_SEQS = 8192
 # From so much on a step is late: the clock of the poll is as coarse.
 _LATE_S = 0.001
-_LINGER_MS = 1000
-# An engine that is up waits for its front end, and not the other way round.
-_RECONNECT_MS = 5
 # Of the questions that front ends ask when they start, those with an answer that is not nil.
 _ANSWERS: dict[str, Any] = {"get_supported_tasks": ["generate"], "is_sleeping": False}
-
-Socket = zmq.SyncSocket
 
 
 @dataclass(slots=True)
@@ -208,61 +200,23 @@ class _Engine:
         self._due = time.monotonic()
 
 
-def _connect(kind: int, address: str, identity: bytes | None = None) -> Socket:
-    sock: Socket = zmq.Context.instance().socket(kind)
-    sock.setsockopt(zmq.LINGER, _LINGER_MS)
-    sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-    for limit in (zmq.SNDHWM, zmq.RCVHWM):
-        sock.setsockopt(limit, 0)
-    if identity is not None:
-        sock.setsockopt(zmq.IDENTITY, identity)
-    sock.connect(address)
-    return sock
-
-
-def _join(input_address: str, output_address: str) -> tuple[Socket, Socket]:
-    """Straight to a front end's two legs."""
-    requests = _connect(zmq.DEALER, input_address, engine_identity(0))
-    requests.send(encode(_READY))
-    return requests, _connect(zmq.PUSH, output_address)
-
-
-def _shake_hands(address: str) -> tuple[Socket, Socket]:
-    handshake = _connect(zmq.DEALER, address, engine_identity(0))
-    handshake.send(encode({"status": "HELLO", "local": False, "headless": True}))
-    addresses = decode_as(EngineHandshakeInit, handshake.recv(), "INIT").addresses
-    legs = _join(addresses.inputs[0], addresses.outputs[0])
-    handshake.send(encode({"status": "READY", "local": False, "headless": True}))
-    return legs
-
-
-_READY = EngineReadyResponse(
-    max_model_len=MAX_MODEL_LEN,
-    num_gpu_blocks=_MAX_NUM_SEQS * MAX_MODEL_LEN // 16,
-    max_num_seqs=_MAX_NUM_SEQS,
-    max_num_batched_tokens=_MAX_NUM_SEQS,
-    supports_lora=False,
-    vllm_version=WIRE_VERSION,
-    instance_id="bench",
-    validates_requests=True,
-)
-
-
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description="An engine that says what it is told.")
     parser.add_argument("control", type=Path)
     parser.add_argument("ids", type=lambda text: [int(one) for one in text.split(",")])
     parser.add_argument("--handshake")
+    parser.add_argument("--local", action="store_true")
     parser.add_argument("--input")
     parser.add_argument("--output")
+    parser.add_argument("--on-term", choices=("abort",))
     options = parser.parse_args()
     listener = listen(options.control)
     click.echo(UP)
     if options.handshake:
-        legs = _shake_hands(options.handshake)
+        legs = shake_hands(options.handshake, is_local=options.local)
     else:
-        legs = _join(options.input, options.output)
+        legs = join(options.input, options.output)
     _Engine(options.ids, *legs).run(listener.accept()[0])
 
 

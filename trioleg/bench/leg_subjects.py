@@ -21,7 +21,7 @@ from .client import is_healthy
 from .leg_control import Remote, open_remote
 from .processes import Program, pin, running, started_s, until
 
-__all__ = ["FLOOR", "VLLM", "Leg", "Subject", "serving"]
+__all__ = ["FLOOR", "VLLM", "Leg", "Subject", "free_port", "serving"]
 
 VLLM, FLOOR = "vllm", "floor"
 # vLLM's imports take 7 s here; this is for a machine under load.
@@ -80,7 +80,7 @@ async def serving(name: str, leg: Leg) -> AsyncIterator[Subject]:
 
     Raises ``TriolegError``.
     """
-    port = _free_port()
+    port = free_port()
     with private_ipc_dir() as folder:
         control = folder / "engine"
         engine = _engine_arguments(name, folder, leg)
@@ -145,6 +145,6 @@ def _cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

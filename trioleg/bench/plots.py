@@ -44,12 +44,12 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def require_matplotlib() -> None:
-    """Raises ``TriolegError``, with what to do about it, if it is not installed."""
+def require_matplotlib(extra: str = "bench") -> None:
+    """Raises ``TriolegError``, with what to do about it (``extra`` brings it), if it is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise TriolegError("plots need matplotlib: pip install 'trioleg[bench]'") from error
+        raise TriolegError(f"plots need matplotlib: pip install 'trioleg[{extra}]'") from error
 
 
 def write_plots(report: Report, folder: Path) -> list[Path]:

@@ -64,8 +64,8 @@ def allow_open_files(streams: int, asked: str) -> None:
 class Program:
     """A running program, and the lines that it has printed. Made by ``running``."""
 
-    def __init__(self) -> None:
-        self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
+    def __init__(self, lines_kept: int = _LINES_KEPT) -> None:
+        self._lines: deque[str] = deque(maxlen=lines_kept)
         self._process: EngineProcess | None = None
         self._news = trio.Event()
 
@@ -86,9 +86,18 @@ class Program:
         """What it has printed of late, in one line."""
         return " / ".join(self._lines) or "nothing"
 
+    @property
+    def lines(self) -> Sequence[str]:
+        """What it has printed of late."""
+        return tuple(self._lines)
+
     async def wait(self) -> str:
         """Wait for its end; a clause that says how it ended. Cancel-safe."""
         return str(await self._running.wait())
+
+    async def wait_code(self) -> int | None:
+        """Wait for its end: its exit code, a signal's number below 0, None if that is not known. Cancel-safe."""
+        return (await self._running.wait()).code
 
     @property
     def _running(self) -> EngineProcess:
@@ -121,11 +130,14 @@ class Program:
 
 @asynccontextmanager
 async def running(
-    *arguments: str, folder: Path | None = None, python: Sequence[str] = (sys.executable,)
+    *arguments: str,
+    folder: Path | None = None,
+    python: Sequence[str] = (sys.executable,),
+    lines_kept: int = _LINES_KEPT,
 ) -> AsyncIterator[Program]:
     """Run ``python ARGUMENTS``; the block's end ends it: asked, waited for, killed; then ``folder`` is
-    removed. If the bench itself is killed, a guardian does the same."""
-    program = Program()
+    removed. If the bench itself is killed, a guardian does the same. ``lines_kept``: of what it prints."""
+    program = Program(lines_kept)
     async with open_engine_process(
         [*python, *arguments],
         on_stderr_line=program.take_line,
