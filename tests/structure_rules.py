@@ -73,6 +73,7 @@ ON_TOP = frozenset(
         "chat",
         "chat_server",
         "cli",
+        "compare",
         "frontend_settings",
         "heap",
         "pull_bar",
@@ -128,6 +129,14 @@ NURSERY_OWNERS = {
     "bench.processes": "a wait for a program's line, or for its end",
     "bench.scripted_server": "the program: signals beside the server",
     "bench.stalled": "readers beside clients that read nothing",
+    "compare.programs.trioleg_consumers": "two readers of one program",
+    "compare.pair": "clients that are watched at the same time",
+    "compare.scenarios.consumers": "the ends of a program and of its engine, side by side",
+    "compare.scenarios.ending": "several clients of one server, and who signals to it",
+    "compare.scenarios.engines": "clients, beside whoever asks for the server's health",
+    "compare.scenarios.faults": "clients of an engine that is told what to say meanwhile",
+    "compare.scenarios.reading": "a neighbour, beside a client that reads slowly",
+    "compare.split.on_trio": "the tasks of the shape that is measured",
     "engine.process": "the engine: requests in, outputs out, the busy loop's thread",
     "ipc.joining": "INIT, beside the watch for a head that refuses us",
     "ipc.launch": "an engine's process: its output and its end",
@@ -148,6 +157,11 @@ NURSERY_OWNERS = {
 }
 
 
+# The other shape of the study: vLLM's, in which a request is an async generator and what nobody uses any more is found
+# by the garbage collector. It is good asyncio of its kind, and these are what it is compared by.
+OTHER_SHAPE = "compare.asyncio_twin"
+
+
 @dataclass(frozen=True)
 class Module:
     """One source file: ``name`` is dotted without the package ("runtime.llm"; "" is the root)."""
@@ -164,6 +178,10 @@ class Module:
     @property
     def part(self) -> str:
         return self.name.partition(".")[0]
+
+    @property
+    def has_other_shape(self) -> bool:
+        return f"{self.name}.".startswith(f"{OTHER_SHAPE}.")
 
     @property
     def is_pure(self) -> bool:
@@ -251,6 +269,8 @@ def pure(module: Module) -> Iterator[str]:
 
 def async_generators(module: Module) -> Iterator[str]:
     """No async generator, but under ``@asynccontextmanager``, which enters and leaves it in one task."""
+    if module.has_other_shape:
+        return
     for node in module.nodes():
         if isinstance(node, ast.AsyncFunctionDef) and _yields(node) and not _is_manager(node):
             yield f"{module.name}:{node.lineno} {node.name} is an async generator"
@@ -292,6 +312,8 @@ def nurseries(module: Module) -> Iterator[str]:
 
 def no_hidden_cleanup(module: Module) -> Iterator[str]:
     """Nothing is cleaned up by the garbage collector, and nothing is spawned into the air."""
+    if module.has_other_shape:
+        return
     for node in module.nodes():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == "__del__":
             yield f"{module.name}:{node.lineno} defines __del__"
@@ -336,17 +358,21 @@ def _raises_at_the_end(body: list[ast.stmt]) -> bool:
 # torch takes seconds and hundreds of megabytes; only the engine's process may have it.
 _HEAVY = frozenset({"torch", "numpy", "transformers", "safetensors", "gguf"})
 _HEAVY_HOMES = frozenset({"engine", "gguf_convert"})
-# A program that vLLM's interpreter runs by its path: a peer of a bench, and no part of ours.
-_VLLMS_PROGRAM = "bench.vllm_api_server"
+# Run by vLLM's interpreter: peers of a bench and of the study, and no part of ours.
+_VLLMS_OWN = ("bench.vllm_api_server", "compare.vllm_parts", "compare.programs.vllm_leg")
+
+
+def _is_vllms(name: str) -> bool:
+    return any(name == own or name.startswith(f"{own}.") for own in _VLLMS_OWN)
 
 
 def light_front_end(module: Module) -> Iterator[str]:
-    """Only the engine imports torch and its kin; nobody imports vLLM, nor the one program that does."""
+    """Only the engine imports torch and its kin; nobody imports vLLM, nor the programs that do."""
     for imported, line in module.imports():
         head = imported.partition(".")[0]
-        if own_name(imported) == _VLLMS_PROGRAM:
-            yield f"{module.name}:{line} imports {imported}, which is a program"
-        if (head == "vllm" and module.name != _VLLMS_PROGRAM) or (
+        if _is_vllms(own_name(imported) or "") and not _is_vllms(module.name):
+            yield f"{module.name}:{line} imports {imported}, which vLLM's interpreter runs"
+        if (head == "vllm" and not _is_vllms(module.name)) or (
             head in _HEAVY and module.part not in _HEAVY_HOMES
         ):
             yield f"{module.name}:{line} imports {head}"
