@@ -23,6 +23,7 @@ def test_the_commands() -> None:
         "batch",
         "bench",
         "chat",
+        "compare",
         "engine",
         "keys",
         "models",

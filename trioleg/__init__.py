@@ -11,7 +11,7 @@ The layering, which a test enforces (arrows are imports, and run one way):
     {model_store, gguf_convert, tokenizer, pooling_model} → model_files → errors
     offline → {engine, output};  batch_files → {errors, config}
 
-``testing`` and the programs (``cli``, ``serving``, ``batch``, ``bench``, ``chat``, ``chat_server``, ``pull_bar``,
+``testing``, ``compare`` and the programs (``cli``, ``serving``, ``batch``, ``bench``, ``chat``, ``chat_server``, ``pull_bar``,
 ``trace``, ``trace_table``) may import anything; nothing imports ``cli``. The public names are resolved on first
 use, so that a process that wants one part (the engine, say) loads only that part.
 """

@@ -1,5 +1,5 @@
 """The command line: ``trioleg serve``, ``engine``, ``keys``, ``chat``, ``batch``, ``trace``, ``pull``, ``models``,
-``bench``. And ``trioleg-frontend``, which vLLM starts (``frontend.py``).
+``bench``, ``compare``. And ``trioleg-frontend``, which vLLM starts (``frontend.py``).
 
 A module for each command. Rules of this folder: at the top only what is light. A command imports what it runs on
 when it runs, so that ``--help`` answers at once and no command loads another's weight. stdout is for what a command
@@ -13,7 +13,17 @@ import sys
 import click
 
 from ..errors import TriolegError
-from . import batch, bench, chat, engine, keys, models, serve, trace  # noqa: F401 - each adds its commands
+from . import (  # noqa: F401 - each adds its commands
+    batch,
+    bench,
+    chat,
+    compare,
+    engine,
+    keys,
+    models,
+    serve,
+    trace,
+)
 from .group import commands
 
 __all__ = ["commands", "main"]

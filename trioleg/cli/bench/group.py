@@ -27,6 +27,7 @@ __all__ = [
     "bench_json",
     "bench_model",
     "bench_out",
+    "check_out",
     "run_bench",
     "show_measured",
     "show_reported",
@@ -65,13 +66,15 @@ bench_model = click.option(
 bench_json = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of tables.")
 
 
-def _check_out(_context: click.Context, _option: click.Parameter, out: Path | None) -> Path | None:
-    """Before minutes of measuring, rather than behind them."""
+def check_out(
+    _context: click.Context, _option: click.Parameter, out: Path | None, *, extra: str = "bench"
+) -> Path | None:
+    """Before minutes of measuring, rather than behind them. ``extra``: of trioleg, which brings matplotlib."""
     if out is None:
         return None
     from ...bench.plots import require_matplotlib
 
-    require_matplotlib()
+    require_matplotlib(extra)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -86,7 +89,7 @@ bench_out = click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    callback=_check_out,
+    callback=check_out,
     help="Also write report.json and plots (SVG) there, in place of those of an earlier report; needs trioleg[bench].",
 )
 
